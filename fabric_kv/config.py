@@ -1,0 +1,101 @@
+"""Every option and every bound of fabric_kv in one table.
+
+>>> bounds = Bounds(request_s=30.0)
+>>> print(bounds.table())
+>>> Engine(provider="tcp", options=EngineOptions(progress="spin"))
+
+No wait in this package is without one of these bounds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import ConfigError
+
+__all__ = ["Bounds", "EngineOptions"]
+
+PROGRESS_MODES = ("adaptive", "spin")
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one engine.
+
+    Attributes
+    ----------
+    progress : {"adaptive", "spin"}
+        ``adaptive`` spins while work is in flight, then yields, then sleeps; ``spin`` keeps a core busy for latency.
+    strict : bool
+        True: a NIC that cannot be opened is an error; False: go on with the others and say so in ``describe()``.
+    max_transfers : int
+        Transfers in flight per device group; one more raises WouldBlockError.
+    max_message_bytes : int
+        Largest control message accepted by ``send`` and put together on arrival.
+    max_inbox_bytes : int
+        Bytes of received messages waiting for the dispatcher; beyond it receives are not reposted (back-pressure).
+    heartbeat_interval_s, heartbeat_misses : float, int
+        A monitored peer that is silent for interval x misses is reported lost.
+    connect_s : float
+        How long a monitored peer may stay silent before its first sign of life.
+    num_counters : int
+        Completion-counter slots per device group; at most 131071 (17 bits, one reserved).
+    """
+
+    progress: str = "adaptive"
+    strict: bool = True
+    max_transfers: int = 16384
+    max_message_bytes: int = 16 << 20
+    max_inbox_bytes: int = 64 << 20
+    heartbeat_interval_s: float = 0.2
+    heartbeat_misses: int = 5
+    connect_s: float = 5.0
+    num_counters: int = 65536
+
+    def __post_init__(self) -> None:
+        if self.progress not in PROGRESS_MODES:
+            raise ConfigError(f"progress={self.progress!r} is not one of {PROGRESS_MODES}")
+        for name, low, high in (
+            ("max_transfers", 1, 1 << 20),
+            ("max_message_bytes", 1, 1 << 30),
+            ("max_inbox_bytes", 1 << 16, 1 << 34),
+            ("heartbeat_interval_s", 0.001, 3600.0),
+            ("heartbeat_misses", 2, 1000),
+            ("connect_s", 0.001, 3600.0),
+            ("num_counters", 1, (1 << 17) - 1),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Every time limit of the messenger, in seconds.
+
+    Attributes
+    ----------
+    handshake_s : float
+        From ``connect`` to the peer's answer.
+    accept_s : float
+        From ``submit`` to accept or reject.
+    request_s : float
+        From ``submit`` to the last byte, where the request names no deadline of its own.
+    cancel_s : float
+        From ``cancel`` to the peer's confirmation that nothing more can land; beyond it the pages are poisoned.
+    drain_s : float
+        How long ``close`` waits for requests in flight.
+    """
+
+    handshake_s: float = 5.0
+    accept_s: float = 10.0
+    request_s: float = 120.0
+    cancel_s: float = 5.0
+    drain_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 < getattr(self, name) <= 86400:
+                raise ConfigError(f"{name}={getattr(self, name)!r} s is out of range: it must lie in (0, 86400]")
+
+    def table(self) -> str:
+        """All bounds, one a line, as printed at start."""
+        return "\n".join(f"{name:12s} {getattr(self, name):8.2f} s" for name in self.__struct_fields__)

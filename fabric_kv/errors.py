@@ -1,0 +1,200 @@
+"""Every exception that fabric_kv raises, in one tree.
+
+>>> try: engine.write_pages(peer, src, dst, [7], [9], page_bytes=4096)
+... except fabric_kv.ConfigError as error: print(error)      # names the value, the limit and the unit
+... except fabric_kv.FabricKVError as error: print(type(error).__name__, error)
+
+::
+
+    FabricKVError
+    ├─ ConfigError (ValueError)        wrong or incompatible options, found before any I/O
+    │  └─ PlanError                    two layouts cannot be mapped onto each other
+    ├─ TopologyError                   discovery found nothing usable; names the device or path
+    ├─ FabricError                     a libfabric call failed: op, fi_errno, provider, nic
+    │  ├─ RegistrationError            memory could not be registered
+    │  └─ PeerUnreachableError (ConnectionError)
+    ├─ WouldBlockError (BlockingIOError)   a bounded queue is full; nothing was taken, try again later
+    ├─ TransferError                   accepted, then failed: transfer_id, peer, bytes_done
+    │  ├─ TransferTimeoutError (TimeoutError)   the wait ended, the transfer has not: memory is still in use
+    │  └─ TransferCancelledError
+    ├─ RequestError                    a request of the messenger ended without its pages: request_id, peer, pages_clean
+    │  ├─ RequestRejectedError         the prefill side said no, with its reason
+    │  ├─ RequestFailedError           accepted, then failed over there
+    │  ├─ RequestTimeoutError (TimeoutError)
+    │  ├─ RequestCancelledError
+    │  └─ PeerLostError (ConnectionError)   the other process died, stopped or was cut off
+    ├─ ProtocolError                   malformed frame, version mismatch, or more data than was announced
+    ├─ ClosedError                     the caller closed it, nobody else
+    └─ InternalError                   our invariant failed; asks for a report
+
+Messages say what was tried, on what, and the exact cause; guesses follow ``Hint:``. All fields are keyword-only
+and survive pickling, so errors cross process pools intact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "FabricError",
+    "FabricKVError",
+    "InternalError",
+    "PeerLostError",
+    "PeerUnreachableError",
+    "PlanError",
+    "ProtocolError",
+    "RegistrationError",
+    "RequestCancelledError",
+    "RequestError",
+    "RequestFailedError",
+    "RequestRejectedError",
+    "RequestTimeoutError",
+    "TopologyError",
+    "TransferCancelledError",
+    "TransferError",
+    "TransferTimeoutError",
+    "WouldBlockError",
+]
+
+
+def _rebuild(cls: type[FabricKVError], message: str, fields: dict[str, Any]) -> FabricKVError:
+    return cls(message, **fields)
+
+
+class FabricKVError(Exception):
+    """Base of everything that fabric_kv raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        What was tried, on what, and why it failed.
+    **fields
+        Facts for programs; each class lists its own. A field that was not given reads ``None``.
+    """
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        unknown = fields.keys() - set(self._fields)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(unknown)}; it has {list(self._fields)}")
+        super().__init__(message)
+        self._given = fields
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for names that are not set: declared fields read None until given.
+        if name in type(self)._fields:
+            return self.__dict__.get("_given", {}).get(name)
+        raise AttributeError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self._given)
+
+
+class ConfigError(FabricKVError, ValueError):
+    """Wrong or incompatible options, found before any I/O; nothing has changed."""
+
+
+class PlanError(ConfigError):
+    """Two cache layouts cannot be mapped onto each other; the message shows both, field by field."""
+
+
+class TopologyError(FabricKVError):
+    """Discovery found nothing usable. Field ``device``: the device or path in question."""
+
+    _fields = ("device",)
+
+
+class FabricError(FabricKVError):
+    """A libfabric call failed. Fields ``op``, ``fi_errno`` (positive, fi_errno(3)), ``provider``, ``nic``."""
+
+    _fields = ("op", "fi_errno", "provider", "nic")
+
+
+class RegistrationError(FabricError):
+    """Memory could not be registered; the range is not usable for transfers and nothing is left behind."""
+
+
+class PeerUnreachableError(FabricError, ConnectionError):
+    """A peer did not answer within its bound, or its address cannot be used."""
+
+    _fields = (*FabricError._fields, "peer")
+
+
+class WouldBlockError(FabricKVError, BlockingIOError):
+    """A bounded queue is full. Nothing was taken: submit again once a transfer has ended.
+
+    Python's non-blocking sockets spell this status as an exception too. Field ``limit``: the queue's size.
+    """
+
+    _fields = ("limit",)
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message, **fields)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class TransferError(FabricKVError):
+    """A transfer was accepted and then failed; every posted operation of it is retired.
+
+    Fields ``transfer_id``, ``peer`` (epoch, hex), ``bytes_done``, and ``op``, ``fi_errno``, ``provider``, ``nic`` of
+    the operation that failed first.
+    """
+
+    _fields = ("transfer_id", "peer", "bytes_done", "op", "fi_errno", "provider", "nic")
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A wait ended before the transfer did. The transfer goes on: its memory is still in use."""
+
+
+class TransferCancelledError(TransferError):
+    """Cancelled by the caller; every operation that had been posted is retired."""
+
+
+class RequestError(FabricKVError):
+    """A request of the messenger ended without its pages.
+
+    Fields ``request_id``, ``peer`` (epoch, hex), ``pages_clean`` (``True``: nothing can land in the pages any more, they
+    may be reused; ``False``: they may still be written and stay set aside), ``reason`` (a short stable word).
+    """
+
+    _fields = ("request_id", "peer", "pages_clean", "reason")
+
+
+class RequestRejectedError(RequestError):
+    """The prefill side refused the request and said why; nothing was written."""
+
+
+class RequestFailedError(RequestError):
+    """The prefill side accepted the request and failed later."""
+
+
+class RequestTimeoutError(RequestError, TimeoutError):
+    """The request's deadline passed."""
+
+
+class RequestCancelledError(RequestError):
+    """The decode side cancelled the request."""
+
+
+class PeerLostError(RequestError, ConnectionError):
+    """The other process died, stopped, or was cut off."""
+
+
+class ProtocolError(FabricKVError):
+    """A malformed frame, another protocol version, or more data than was announced. Field ``peer``: epoch, hex."""
+
+    _fields = ("peer",)
+
+
+class ClosedError(FabricKVError):
+    """The object was closed by its owner."""
+
+
+class InternalError(FabricKVError):
+    """An invariant of fabric_kv does not hold: please report it with the whole message."""

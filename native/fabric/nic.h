@@ -1,0 +1,126 @@
+// What the engine needs of a network: one opened NIC with its endpoint, address table and completion queue.
+//
+// Implemented by ofi/ (libfabric) and by the fake fabric of the tests. The engine sees nothing else, so whatever
+// holds for this interface (the contract suite) holds for every provider.
+//
+// Threads:  post, poll and peer calls from the owner's progress thread only; register_memory() from any thread.
+// Blocking: no call blocks; a full queue is kAgain.
+// Failure:  set-up calls throw Error; posts return a PostResult; completions that failed are read with read_error().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace fkv {
+
+// Facts about an opened NIC, as the provider granted them: fi_getinfo(3), fi_endpoint(3), fi_domain(3).
+struct NicInfo {
+    std::string provider;
+    std::string fabric;
+    std::string domain;
+    std::string source;           // the endpoint's own address, readable
+    std::uint64_t max_msg_bytes;  // largest single operation
+    std::size_t tx_depth;         // operations that may be posted at once
+    std::size_t rx_depth;
+    std::size_t cq_data_bytes;  // at least 4
+    std::size_t iov_limit;
+    std::size_t rma_iov_limit;
+    std::uint64_t link_bps;  // 0 where the provider does not say
+    bool virtual_addresses;  // remote addresses are the target's virtual addresses, else offsets
+    bool provider_keys;      // the provider picks the rkey
+    bool local_mr;           // send and receive buffers must be registered
+    bool endpoint_mr;        // registrations are bound to the endpoint
+    bool ordered_writes;     // write-after-write order is granted on both sides
+    bool imm_uses_recv;      // every immediate uses up a posted receive
+    bool wait_fd;            // the completion queue has a file descriptor to sleep on
+};
+
+// First member of whatever a caller passes as context: providers scribble in it until completion (FI_CONTEXT2).
+struct OpContext {
+    std::uint64_t scratch[8];
+};
+
+using PeerAddress = std::uint64_t;
+
+enum class PostResult : std::uint8_t {
+    kOk,
+    kAgain,   // queue full: poll, then post again
+    kFailed,  // nothing was posted; Nic::last_post_error() says why
+};
+
+// A registration on one NIC; the destructor deregisters.
+class MemoryHandle {
+  public:
+    virtual ~MemoryHandle() = default;
+    virtual std::uint64_t remote_base() const = 0;  // what a peer adds an offset to
+    virtual std::uint64_t rkey() const = 0;
+    virtual void* local_desc() const = 0;
+};
+
+struct WriteOp {
+    const void* src;
+    void* local_desc;
+    std::uint64_t nbytes;
+    PeerAddress peer;
+    std::uint64_t dst;
+    std::uint64_t rkey;
+    bool has_imm;
+    std::uint32_t imm;
+    OpContext* context;
+};
+
+struct MessageOp {  // send: reads buffer; recv: writes it (peer is ignored)
+    void* buffer;
+    void* local_desc;
+    std::uint64_t nbytes;
+    PeerAddress peer;
+    OpContext* context;
+};
+
+struct Completion {
+    enum Kind : std::uint8_t { kSent, kReceived, kRemoteWrite };
+    OpContext* context;  // null for a remote write that used up no receive
+    Kind kind;
+    bool has_imm;
+    std::uint32_t imm;
+    std::uint64_t nbytes;  // of a received message
+};
+
+struct FailedCompletion {
+    OpContext* context;  // may be null: the provider does not know which operation it was
+    OpError error;
+};
+
+class Nic {
+  public:
+    virtual ~Nic() = default;  // closes the endpoint first: afterwards nothing touches caller memory
+
+    virtual const NicInfo& info() const = 0;
+    virtual std::vector<std::byte> address() const = 0;
+
+    virtual std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) = 0;
+
+    virtual PeerAddress insert_peer(std::span<const std::byte> address) = 0;
+    virtual void remove_peer(PeerAddress peer) = 0;
+
+    virtual PostResult post_write(const WriteOp& op) = 0;
+    virtual PostResult post_send(const MessageOp& op) = 0;
+    virtual PostResult post_recv(const MessageOp& op) = 0;
+    virtual OpError last_post_error() const = 0;
+
+    // Fills `out` and returns how many; -1 when a failed completion is next: read_error() takes it.
+    virtual int poll(std::span<Completion> out) = 0;
+    virtual bool read_error(FailedCompletion& out) = 0;
+
+    // Where info().wait_fd: the descriptor, and whether it is safe to sleep on it right now (fi_trywait(3)).
+    virtual int wait_fd() const = 0;
+    virtual bool may_sleep() = 0;
+};
+
+}  // namespace fkv

@@ -1,0 +1,154 @@
+#include "ofi/discover.h"
+
+#include <arpa/inet.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fkv::ofi {
+namespace {
+
+bool is_ip_address(const std::string& text) {
+    unsigned char buffer[sizeof(in6_addr)];
+    // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope.
+    const auto bare = text.substr(0, text.find('%'));
+    return inet_pton(AF_INET, bare.c_str(), buffer) == 1 || inet_pton(AF_INET6, bare.c_str(), buffer) == 1;
+}
+
+InfoPtr make_hints(const std::string& provider) {
+    InfoPtr hints(Library::get().dupinfo(nullptr));
+    if (!hints) throw Error(ErrorKind::kFabric, "fi_allocinfo failed: out of memory");
+    hints->caps = FI_MSG | FI_RMA;
+    // Modes that we comply with: a context of fi_context2 in every operation, and immediates that use up a receive.
+    hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+    hints->ep_attr->type = FI_EP_RDM;
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+    hints->domain_attr->threading = FI_THREAD_SAFE;  // registration runs beside the progress thread
+    hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+    hints->domain_attr->cq_data_size = 4;  // immediates are 32 bits
+    if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
+    return hints;
+}
+
+InfoPtr query(const std::string& provider, const std::string& address) {
+    auto hints = make_hints(provider);
+    fi_info* list = nullptr;
+    const char* node = address.empty() ? nullptr : address.c_str();
+    const int rc = Library::get().getinfo(kApiVersion, node, nullptr, node ? FI_SOURCE : 0, hints.get(), &list);
+    if (rc == -FI_ENODATA) return nullptr;
+    if (rc) throw call_failed("fi_getinfo", rc, provider.empty() ? "any" : provider, address.empty() ? "any" : address);
+    return InfoPtr(list);
+}
+
+// A real RDMA NIC, Soft-RoCE included, is one that the kernel's RDMA subsystem knows; no list of provider names to maintain.
+bool is_rdma(const fi_info* info) {
+    std::vector<std::string> names;
+    if (info->nic && info->nic->device_attr && info->nic->device_attr->name) names.push_back(info->nic->device_attr->name);
+    if (info->domain_attr->name) {
+        const std::string name = info->domain_attr->name;
+        names.push_back(name);
+        names.push_back(name.substr(0, name.rfind('-')));  // EFA calls its domains "rdmap0s6-rdm"
+    }
+    return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return !name.empty() && access(("/sys/class/infiniband/" + name).c_str(), F_OK) == 0;
+    });
+}
+
+Offer to_offer(const fi_info* info) {
+    return {info->fabric_attr->prov_name, info->domain_attr->name ? info->domain_attr->name : "",
+            info->fabric_attr->name ? info->fabric_attr->name : "", source_text(info), is_rdma(info)};
+}
+
+std::string list_text(const fi_info* list) {
+    std::vector<std::string> lines;
+    for (auto* info = list; info; info = info->next) {
+        const auto offer = to_offer(info);
+        auto line = "\n  provider=" + offer.provider + " nic=" + offer.domain + " fabric=" + offer.fabric;
+        if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(std::move(line));
+    }
+    std::string text;
+    for (const auto& line : lines) text += line;
+    return text.empty() ? "\n  nothing" : text;
+}
+
+InfoPtr copy_of(const fi_info* info) {
+    InfoPtr copy(Library::get().dupinfo(info));
+    if (!copy) throw Error(ErrorKind::kFabric, "fi_dupinfo failed: out of memory");
+    copy->next = nullptr;
+    return copy;
+}
+
+bool is_loopback(const fi_info* info) {
+    const std::string name = info->domain_attr->name ? info->domain_attr->name : "";
+    return name == "lo";
+}
+
+}  // namespace
+
+std::string source_text(const fi_info* info) {
+    if (!info->src_addr) return {};
+    char text[INET6_ADDRSTRLEN] = {};
+    if (info->addr_format == FI_SOCKADDR_IN) {
+        const auto* in = static_cast<const sockaddr_in*>(info->src_addr);
+        return inet_ntop(AF_INET, &in->sin_addr, text, sizeof text) ? text : "";
+    }
+    if (info->addr_format == FI_SOCKADDR_IN6) {
+        const auto* in6 = static_cast<const sockaddr_in6*>(info->src_addr);
+        return inet_ntop(AF_INET6, &in6->sin6_addr, text, sizeof text) ? std::string("[") + text + "]" : "";
+    }
+    if (info->addr_format == FI_ADDR_STR)
+        return std::string(static_cast<const char*>(info->src_addr), strnlen(static_cast<const char*>(info->src_addr), info->src_addrlen));
+    return {};
+}
+
+std::vector<Offer> list_offers(const std::string& provider) {
+    std::vector<Offer> offers;
+    const auto list = query(provider, "");
+    for (auto* info = list.get(); info; info = info->next) offers.push_back(to_offer(info));
+    return offers;
+}
+
+std::vector<InfoPtr> find_nics(const NicRequest& request) {
+    const auto list = query(request.provider, "");
+    auto usable = [&](const fi_info* info) { return !request.provider.empty() || is_rdma(info); };
+    std::vector<InfoPtr> found;
+    if (request.nics.empty()) {
+        const fi_info* choice = nullptr;
+        for (auto* info = list.get(); info; info = info->next) {
+            if (!usable(info)) continue;
+            if (!choice) choice = info;
+            // A peer on another host cannot reach a loopback address, so it is the last resort.
+            if (!is_loopback(info)) {
+                choice = info;
+                break;
+            }
+        }
+        if (!choice && request.provider.empty())
+            throw Error(ErrorKind::kFabric,
+                        "no RDMA NIC is usable through libfabric " + version_text(Library::get().version) + " (" +
+                            Library::get().path + "); it offers:" + list_text(list.get()) +
+                            "\nHint: software providers are used only when named: Engine(provider=\"tcp\") or \"shm\"");
+        if (!choice)
+            throw Error(ErrorKind::kFabric, "provider '" + request.provider + "' offers no reliable-datagram endpoint with RMA and 4-byte immediates in libfabric " +
+                                                version_text(Library::get().version) + " (" + Library::get().path +
+                                                "); without a provider's name it offers:" + list_text(query("", "").get()));
+        found.push_back(copy_of(choice));
+        return found;
+    }
+    for (const auto& nic : request.nics) {
+        const bool by_address = is_ip_address(nic);
+        const auto answer = by_address ? query(request.provider, nic) : nullptr;
+        const fi_info* choice = nullptr;
+        for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
+            if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name))) choice = info;
+        if (!choice)
+            throw Error(ErrorKind::kConfig,
+                        "NIC '" + nic + "' matches nothing that provider '" +
+                            (request.provider.empty() ? "any RDMA" : request.provider) + "' offers:" + list_text(list.get()));
+        found.push_back(copy_of(choice));
+    }
+    return found;
+}
+
+}  // namespace fkv::ofi

@@ -1,0 +1,36 @@
+// Which NICs libfabric offers, and which of them a request means.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ofi/library.h"
+
+namespace fkv::ofi {
+
+struct InfoDeleter {
+    void operator()(fi_info* info) const { Library::get().freeinfo(info); }
+};
+using InfoPtr = std::unique_ptr<fi_info, InfoDeleter>;
+
+struct NicRequest {
+    std::string provider;           // empty: any provider that drives a real RDMA NIC
+    std::vector<std::string> nics;  // domain names or IP addresses, each exactly one NIC; empty: the first offered
+};
+
+// One fi_info per requested NIC, in the order of the request. Throws Error(kFabric) that says what was found, or
+// Error(kConfig) naming the NIC that matches nothing. Software providers (tcp, shm) come only when asked for by name:
+// nobody should find out from a slow run that the fast NIC was not used.
+std::vector<InfoPtr> find_nics(const NicRequest& request);
+
+// Every (provider, domain, fabric) that has what fabric_kv needs, for messages and tools.
+struct Offer {
+    std::string provider, domain, fabric, source;
+    bool rdma;
+};
+std::vector<Offer> list_offers(const std::string& provider);
+
+std::string source_text(const fi_info* info);
+
+}  // namespace fkv::ofi

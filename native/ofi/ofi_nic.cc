@@ -1,0 +1,288 @@
+#include "ofi/ofi_nic.h"
+
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <random>
+
+namespace fkv::ofi {
+namespace {
+
+// More operations than this in flight per NIC gain nothing and cost memory for their contexts.
+constexpr std::size_t kMaxDepth = 2048;
+
+static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
+
+struct Closer {
+    const char* what;
+    template <typename F>
+    void operator()(F* object) const {
+        // A close that fails leaks the object; its name is all that helps to find out why.
+        if (const int rc = fi_close(&object->fid))
+            std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc), -rc);
+    }
+};
+template <typename F>
+using Fid = std::unique_ptr<F, Closer>;
+
+class OfiMemory final : public MemoryHandle {
+  public:
+    OfiMemory(Fid<fid_mr> mr, std::uint64_t base) : mr_(std::move(mr)), base_(base) {}
+    std::uint64_t remote_base() const override { return base_; }
+    std::uint64_t rkey() const override { return fi_mr_key(mr_.get()); }
+    void* local_desc() const override { return fi_mr_desc(mr_.get()); }
+
+  private:
+    Fid<fid_mr> mr_;
+    std::uint64_t base_;
+};
+
+class OfiNic final : public Nic {
+  public:
+    explicit OfiNic(InfoPtr info);
+
+    const NicInfo& info() const override { return facts_; }
+    std::vector<std::byte> address() const override { return address_; }
+    std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override;
+    PeerAddress insert_peer(std::span<const std::byte> address) override;
+    void remove_peer(PeerAddress peer) override;
+    PostResult post_write(const WriteOp& op) override;
+    PostResult post_send(const MessageOp& op) override;
+    PostResult post_recv(const MessageOp& op) override;
+    OpError last_post_error() const override { return post_error_; }
+    int poll(std::span<Completion> out) override;
+    bool read_error(FailedCompletion& out) override;
+    int wait_fd() const override { return wait_fd_; }
+    bool may_sleep() override;
+
+  private:
+    template <typename F, typename Open>
+    Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
+    void open_cq();
+    PostResult posted(const char* op, ssize_t rc);
+    OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
+
+    InfoPtr info_;
+    NicInfo facts_;
+    Fid<fid_fabric> fabric_;
+    Fid<fid_domain> domain_;
+    Fid<fid_cq> cq_;
+    Fid<fid_av> av_;
+    Fid<fid_ep> endpoint_;
+    std::vector<std::byte> address_;
+    std::array<fi_cq_data_entry, 64> entries_{};
+    OpError post_error_;
+    int wait_fd_ = -1;
+};
+
+NicInfo facts_of(const fi_info& info) {
+    NicInfo facts{};
+    const auto mr_mode = static_cast<std::uint64_t>(info.domain_attr->mr_mode);
+    facts.provider = info.fabric_attr->prov_name;
+    facts.fabric = info.fabric_attr->name ? info.fabric_attr->name : "";
+    facts.domain = info.domain_attr->name ? info.domain_attr->name : "";
+    facts.source = source_text(&info);
+    facts.max_msg_bytes = info.ep_attr->max_msg_size;
+    facts.tx_depth = std::min<std::size_t>(info.tx_attr->size ? info.tx_attr->size : 128, kMaxDepth);
+    facts.rx_depth = std::min<std::size_t>(info.rx_attr->size ? info.rx_attr->size : 128, kMaxDepth);
+    facts.cq_data_bytes = info.domain_attr->cq_data_size;
+    facts.iov_limit = info.tx_attr->iov_limit;
+    facts.rma_iov_limit = info.tx_attr->rma_iov_limit;
+    facts.link_bps = info.nic && info.nic->link_attr ? info.nic->link_attr->speed : 0;
+    facts.virtual_addresses = mr_mode & FI_MR_VIRT_ADDR;
+    facts.provider_keys = mr_mode & FI_MR_PROV_KEY;
+    facts.local_mr = mr_mode & FI_MR_LOCAL;
+    facts.endpoint_mr = mr_mode & FI_MR_ENDPOINT;
+    // FI_ORDER_RMA_WAW and a size that covers large writes: fi_endpoint(3). EFA sets the size although its order is 0.
+    const std::uint64_t waw = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
+    facts.ordered_writes = (info.tx_attr->msg_order & waw) && (info.rx_attr->msg_order & waw) &&
+                           info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+    facts.imm_uses_recv = (info.mode | info.rx_attr->mode | info.domain_attr->mode) & FI_RX_CQ_DATA;
+    return facts;
+}
+
+template <typename F, typename Open>
+Fid<F> OfiNic::open(const char* what, Open&& call, const std::string& hint) {
+    F* object = nullptr;
+    if (const int rc = call(&object)) throw call_failed(what, rc, facts_.provider, facts_.domain, hint);
+    return Fid<F>(object, Closer{what});
+}
+
+OfiNic::OfiNic(InfoPtr info)
+    : info_(std::move(info)),
+      facts_(facts_of(*info_)),
+      fabric_(nullptr, Closer{"fabric"}),
+      domain_(nullptr, Closer{"domain"}),
+      cq_(nullptr, Closer{"completion queue"}),
+      av_(nullptr, Closer{"address table"}),
+      endpoint_(nullptr, Closer{"endpoint"}) {
+    info_->tx_attr->size = facts_.tx_depth;
+    info_->rx_attr->size = facts_.rx_depth;
+    fabric_ = open<fid_fabric>("fi_fabric", [&](fid_fabric** out) { return Library::get().fabric(info_->fabric_attr, out, nullptr); });
+    domain_ = open<fid_domain>("fi_domain", [&](fid_domain** out) { return fi_domain(fabric_.get(), info_.get(), out, nullptr); });
+    open_cq();
+    av_ = open<fid_av>("fi_av_open", [&](fid_av** out) {
+        fi_av_attr attr{};
+        attr.type = info_->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info_->domain_attr->av_type;
+        return fi_av_open(domain_.get(), &attr, out, nullptr);
+    });
+    endpoint_ = open<fid_ep>("fi_endpoint", [&](fid_ep** out) { return fi_endpoint(domain_.get(), info_.get(), out, nullptr); });
+    auto check = [&](const char* op, int rc) {
+        if (rc) throw call_failed(op, rc, facts_.provider, facts_.domain);
+    };
+    check("fi_ep_bind(cq)", fi_ep_bind(endpoint_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
+    check("fi_ep_bind(av)", fi_ep_bind(endpoint_.get(), &av_->fid, 0));
+    check("fi_enable", fi_enable(endpoint_.get()));
+    std::size_t size = 0;
+    int rc = fi_getname(&endpoint_->fid, nullptr, &size);
+    if (rc && rc != -FI_ETOOSMALL) check("fi_getname", rc);
+    address_.resize(size);
+    check("fi_getname", fi_getname(&endpoint_->fid, address_.data(), &size));
+    address_.resize(size);
+}
+
+void OfiNic::open_cq() {
+    fi_cq_attr attr{};
+    attr.format = FI_CQ_FORMAT_DATA;
+    attr.size = facts_.tx_depth + facts_.rx_depth;
+    fid_cq* cq = nullptr;
+    // Not every provider has a descriptor to sleep on (shm has none): then the progress thread sleeps by the clock.
+    attr.wait_obj = FI_WAIT_FD;
+    int rc = fi_cq_open(domain_.get(), &attr, &cq, nullptr);
+    facts_.wait_fd = rc == 0;
+    if (rc) {
+        attr.wait_obj = FI_WAIT_NONE;
+        rc = fi_cq_open(domain_.get(), &attr, &cq, nullptr);
+    }
+    if (rc) throw call_failed("fi_cq_open", rc, facts_.provider, facts_.domain);
+    cq_ = Fid<fid_cq>(cq, Closer{"completion queue"});
+    if (facts_.wait_fd && fi_control(&cq_->fid, FI_GETWAIT, &wait_fd_) != 0) facts_.wait_fd = false;
+}
+
+std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t nbytes) {
+    constexpr std::uint64_t access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+    thread_local std::mt19937_64 random{std::random_device{}()};
+    // Keys that a peer cannot guess, as wide as the provider takes; where the provider picks keys this one is ignored.
+    const std::size_t key_bytes = std::min<std::size_t>(info_->domain_attr->mr_key_size, 8);
+    const std::uint64_t mask = key_bytes >= 8 ? ~std::uint64_t{0} >> 1 : (std::uint64_t{1} << (8 * key_bytes)) - 1;
+    fid_mr* mr = nullptr;
+    int rc = 0;
+    for (int attempt = 0; attempt < 8; ++attempt) {
+        rc = fi_mr_reg(domain_.get(), base, nbytes, access, 0, facts_.provider_keys ? 0 : random() & mask, 0, &mr, nullptr);
+        if (rc != -FI_ENOKEY) break;  // taken: draw another
+    }
+    if (rc) {
+        auto failure = call_failed("fi_mr_reg", rc, facts_.provider, facts_.domain);
+        throw Error(ErrorKind::kRegistration,
+                    std::string(failure.what()) + " for " + std::to_string(nbytes) +
+                        " bytes. Hint: the limit on locked memory (ulimit -l) must cover everything registered",
+                    failure.op());
+    }
+    Fid<fid_mr> owned(mr, Closer{"memory registration"});
+    if (facts_.endpoint_mr) {
+        rc = fi_mr_bind(owned.get(), &endpoint_->fid, 0);
+        if (!rc) rc = fi_mr_enable(owned.get());
+        if (rc) {
+            auto failure = call_failed("fi_mr_enable", rc, facts_.provider, facts_.domain);
+            throw Error(ErrorKind::kRegistration, failure.what(), failure.op());
+        }
+    }
+    return std::make_unique<OfiMemory>(std::move(owned), facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0);
+}
+
+PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
+    // Providers read as many bytes as their own addresses have: a shorter one from a peer would be read past its end.
+    if (address.size() != address_.size())
+        throw Error(ErrorKind::kUnreachable, "a peer's NIC address has " + std::to_string(address.size()) + " bytes, but " +
+                                                 facts_.provider + " on " + facts_.domain + " uses " + std::to_string(address_.size()) +
+                                                 ". Hint: both sides must open the same provider");
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    const int count = fi_av_insert(av_.get(), address.data(), 1, &peer, 0, nullptr);
+    if (count != 1 || peer == FI_ADDR_UNSPEC) {
+        auto failure = call_failed("fi_av_insert", count < 0 ? count : -FI_EADDRNOTAVAIL, facts_.provider, facts_.domain);
+        throw Error(ErrorKind::kUnreachable, failure.what(), failure.op());
+    }
+    return peer;
+}
+
+void OfiNic::remove_peer(PeerAddress peer) {
+    fi_addr_t address = peer;
+    fi_av_remove(av_.get(), &address, 1, 0);
+}
+
+OpError OfiNic::error(const char* op, int fi_errno, int prov_errno, std::string text) const {
+    if (text.empty()) text = Library::get().strerror(fi_errno);
+    return {fi_errno, prov_errno, op, facts_.provider, facts_.domain, std::move(text)};
+}
+
+PostResult OfiNic::posted(const char* op, ssize_t rc) {
+    if (rc == 0) return PostResult::kOk;
+    if (rc == -FI_EAGAIN) return PostResult::kAgain;
+    post_error_ = error(op, static_cast<int>(-rc));
+    return PostResult::kFailed;
+}
+
+PostResult OfiNic::post_write(const WriteOp& op) {
+    if (op.has_imm)
+        return posted("write", fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey, op.context));
+    return posted("write", fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
+}
+
+PostResult OfiNic::post_send(const MessageOp& op) {
+    return posted("send", fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
+}
+
+PostResult OfiNic::post_recv(const MessageOp& op) {
+    return posted("recv", fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context));
+}
+
+int OfiNic::poll(std::span<Completion> out) {
+    const auto n = fi_cq_read(cq_.get(), entries_.data(), std::min(out.size(), entries_.size()));
+    if (n == -FI_EAGAIN) return 0;
+    if (n < 0) return -1;
+    for (ssize_t i = 0; i < n; ++i) {
+        const auto& entry = entries_[i];
+        auto& completion = out[i];
+        completion.has_imm = entry.flags & FI_REMOTE_CQ_DATA;
+        completion.imm = static_cast<std::uint32_t>(entry.data);  // providers may hand over 64 bits: keep 32
+        completion.nbytes = entry.len;
+        completion.context = static_cast<OpContext*>(entry.op_context);
+        if (completion.has_imm)
+            completion.kind = Completion::kRemoteWrite;
+        else
+            completion.kind = entry.flags & FI_RECV ? Completion::kReceived : Completion::kSent;
+        // Only where an immediate uses up a receive is its context ours: elsewhere it is stale or null.
+        if (completion.has_imm && !facts_.imm_uses_recv) completion.context = nullptr;
+    }
+    return static_cast<int>(n);
+}
+
+bool OfiNic::read_error(FailedCompletion& out) {
+    fi_cq_err_entry entry{};
+    const auto n = fi_cq_readerr(cq_.get(), &entry, 0);
+    if (n <= 0) return false;
+    char buffer[256] = {};
+    const char* text = fi_cq_strerror(cq_.get(), entry.prov_errno, entry.err_data, buffer, sizeof buffer);
+    out.context = static_cast<OpContext*>(entry.op_context);
+    std::string words = Library::get().strerror(entry.err);
+    if (text && *text && words != text) words += std::string(" / ") + text;
+    out.error = error(entry.flags & FI_RECV ? "recv" : (entry.flags & FI_SEND ? "send" : "write"), entry.err, entry.prov_errno, words);
+    return true;
+}
+
+bool OfiNic::may_sleep() {
+    fid* object = &cq_->fid;
+    return fi_trywait(fabric_.get(), &object, 1) == 0;
+}
+
+}  // namespace
+
+std::unique_ptr<Nic> open_nic(InfoPtr info) { return std::make_unique<OfiNic>(std::move(info)); }
+
+}  // namespace fkv::ofi

@@ -1,0 +1,16 @@
+// A NIC behind libfabric: fabric, domain, completion queue, address table and an RDM endpoint.
+//
+// Owns:     every fid it opened; they close in reverse order of opening.
+// Threads:  as Nic; libfabric is opened with FI_THREAD_SAFE because of register_memory().
+#pragma once
+
+#include <memory>
+
+#include "fabric/nic.h"
+#include "ofi/discover.h"
+
+namespace fkv::ofi {
+
+std::unique_ptr<Nic> open_nic(InfoPtr info);
+
+}  // namespace fkv::ofi

@@ -1,0 +1,316 @@
+"""Plans: which bytes of which source page go where in which destination page, for any cache onto any cache.
+
+>>> plan = plan_transfer(prefill_spec, decode_spec)
+>>> page_map = plan.page_map(0, begin=0, end=512)
+>>> writes = plan.writes(0, 1, layer, page_map, src_pages, dst_pages, source_set=0)
+
+Pure functions of the two specs: both sides make the same plan, so that the decode side knows on its own how many
+units must arrive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cache import CacheSpec, LayerMemory, RankMemory
+from .compat import check_compatible
+from .errors import ConfigError, PlanError
+from .fragments import Box, Fragment, fragments_of
+from .layout import KVLayout, check_range
+from .pages import PageMap, Pieces
+from .placement import Placement, SourcePicker
+from .routes import Routes
+
+__all__ = [
+    "CacheSpec",
+    "KVLayout",
+    "PageMap",
+    "PageWrite",
+    "Placement",
+    "RankMemory",
+    "SourcePicker",
+    "TransferPlan",
+    "plan_transfer",
+]
+
+MAX_FRAGMENTS = 8192  # of one layer between two ranks, for each page
+UNIT_BYTES = 65536  # a unit is not larger, unless a fragment needs it: a large fragment can then be split over rails
+UNITS_PER_FRAGMENT = 16  # a write's weight is at most 1023 units, so that 63 of the largest fragments fit into one
+
+
+class PageWrite(NamedTuple):
+    """``rows`` pieces of ``nbytes`` bytes for every page; offsets and strides in bytes, regions by their index.
+
+    Row r of the i-th page goes from ``src_offset + src_pages[i] * src_stride + r * src_row_stride`` of the source's
+    region to the same place with ``dst_`` of the destination's. The page arrays are read-only.
+    """
+
+    src_region: int
+    src_offset: int
+    src_stride: int
+    dst_region: int
+    dst_offset: int
+    dst_stride: int
+    nbytes: int
+    src_pages: NDArray[np.int64]
+    dst_pages: NDArray[np.int64]
+    rows: int
+    src_row_stride: int
+    dst_row_stride: int
+
+
+def plan_transfer(src: CacheSpec, dst: CacheSpec) -> TransferPlan:
+    """Map the cache of the prefill side onto that of the decode side.
+
+    Parameters
+    ----------
+    src, dst : CacheSpec
+        Specs of the writer and of the receiver. They may differ in placement, memory and page size.
+
+    Raises
+    ------
+    PlanError
+        If they differ in anything else, or need what is not supported (context parallelism, HND to NHD); the message
+        shows both sides field by field.
+    """
+    check_compatible(src.layout, dst.layout, src.placement, dst.placement)
+    return TransferPlan(src, dst)
+
+
+class TransferPlan:
+    """The map between two caches; immutable, free of I/O, safe to share between threads.
+
+    Attributes
+    ----------
+    src, dst : CacheSpec
+    num_source_sets : int
+        Replica sets of the source: the decode side picks one per request (``SourcePicker``).
+    unit_bytes : int
+        Size of a unit: a fragment of n bytes counts ceil(n / unit_bytes) units.
+    """
+
+    def __init__(self, src: CacheSpec, dst: CacheSpec) -> None:
+        self.src = src
+        self.dst = dst
+        self._routes = Routes(src, dst)
+        self.num_source_sets = self._routes.num_source_sets
+        self._pieces = [Pieces.of_group(a, b) for a, b in zip(src.layout.groups, dst.layout.groups, strict=True)]
+        self._memory = tuple(
+            [{(layer.group, layer.layer): layer for layer in rank.layers} for rank in spec.memory]
+            for spec in (src, dst)
+        )
+        self._groups_of_layer = [src.layout.groups_of_layer(layer) for layer in range(src.layout.num_layers)]
+        self._fragments: dict[tuple[int, int, int, int, tuple[bool, ...]], tuple[Fragment, ...]] = {}
+        self._units: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        self.unit_bytes = self._choose_unit()
+
+    def group_of_layer(self, layer: int) -> int:
+        """The group of a layer that is in exactly one; see ``groups_of_layer``."""
+        groups = self.groups_of_layer(layer)
+        if len(groups) != 1:
+            raise ConfigError(f"layer {layer} is in {len(groups)} groups: ask groups_of_layer")
+        return groups[0]
+
+    def groups_of_layer(self, layer: int) -> tuple[int, ...]:
+        """All groups of a layer: a latent and its indexer keys have page lists of their own."""
+        check_range("layer", layer, 0, self.src.layout.num_layers - 1)
+        return self._groups_of_layer[layer]
+
+    def pairs(self, source_set: int, *, src_dp: int = 0, dst_dp: int = 0) -> tuple[tuple[int, int], ...]:
+        """(src_rank, dst_rank) pairs with data between them, sorted.
+
+        Parameters
+        ----------
+        source_set : int
+            The replica set that the decode side picked for the request.
+        src_dp, dst_dp : int
+            Data-parallel replica that computes the request, and the one that receives it.
+        """
+        return self._routes.pairs(source_set, src_dp, dst_dp)
+
+    def page_map(
+        self,
+        group: int,
+        begin: int,
+        end: int,
+        *,
+        cached: int = 0,
+        final: bool = False,
+        num_tokens: int | None = None,
+    ) -> PageMap:
+        """Which entries of the page lists a chunk sends. Compute it once and use it for all layers of the group.
+
+        Parameters
+        ----------
+        group : int
+        begin, end : int
+            Token positions [begin, end) of the request that the chunk computes. Chunks of a request follow each other.
+        cached : int
+            Tokens at the start that the decode side already holds: a multiple of its page size.
+        final : bool
+            The request ends here: send the page that is left incomplete, and states.
+        num_tokens : int, optional
+            Length of the whole request; sliding-window groups need it, others do not.
+
+        Returns
+        -------
+        PageMap
+            A page that a chunk leaves incomplete is left for the chunk that completes it.
+        """
+        check_range("group", group, 0, len(self._pieces) - 1)
+        return self._pieces[group].page_map(group, begin, end, cached=cached, final=final, num_tokens=num_tokens)
+
+    def writes(
+        self,
+        src_rank: int,
+        dst_rank: int,
+        layer: int,
+        page_map: PageMap,
+        src_pages: NDArray[np.int64],
+        dst_pages: NDArray[np.int64],
+        *,
+        source_set: int | None = None,
+    ) -> list[PageWrite]:
+        """What ``src_rank`` sends to ``dst_rank`` for one layer of one chunk.
+
+        Parameters
+        ----------
+        layer : int
+            Global layer index, a layer of ``page_map.group``.
+        page_map : PageMap
+        src_pages, dst_pages : ndarray of int64, shape (num_pages,)
+            The request's whole page lists of that group, in token order, without repeats. Read once per page map.
+        source_set : int, optional
+            The request's source set. Needed only where groups have different numbers of replicas.
+
+        Returns
+        -------
+        list of PageWrite
+            Empty where the pair has nothing to move for this layer.
+
+        Raises
+        ------
+        ConfigError
+            If a page index is out of range, a list too short, or ``layer`` not in the group. Nothing was changed.
+        """
+        group = page_map.group
+        fragments = self._fragments_of(src_rank, dst_rank, group, layer, source_set)
+        if not fragments or not page_map:
+            return []
+        selected = page_map.select(src_pages, dst_pages)
+        num_src = self.src.memory[src_rank].num_pages[group]
+        num_dst = self.dst.memory[dst_rank].num_pages[group]
+        for chosen in selected:
+            if chosen is None:
+                continue
+            if chosen.src_low < 0 or chosen.src_high >= num_src:
+                self._refuse_page("prefill", src_rank, group, num_src, chosen.src_low, chosen.src_high)
+            if chosen.dst_low < 0 or chosen.dst_high >= num_dst:
+                self._refuse_page("decode", dst_rank, group, num_dst, chosen.dst_low, chosen.dst_high)
+        out = []
+        for kind, sr, so, ss, dr, do, ds, nbytes, rows, srs, drs in fragments:
+            chosen = selected[kind]
+            if chosen is not None:
+                out.append(PageWrite(sr, so, ss, dr, do, ds, nbytes, chosen[0], chosen[1], rows, srs, drs))
+        return out
+
+    def expected_units(self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0) -> int:
+        """Units that arrive at ``dst_rank`` for a whole request: all layers, all sources, data only."""
+        key = (dst_rank, source_set)
+        units = self._units.get(key)
+        if units is None:
+            units = self._units[key] = self._units_per_piece(dst_rank, source_set)
+        total = 0
+        for pieces, per_piece in zip(self._pieces, units, strict=True):
+            counts = pieces.counts(num_tokens, cached)
+            total += sum(count * each for count, each in zip(counts, per_piece, strict=True))
+        return total
+
+    def _units_per_piece(self, dst_rank: int, source_set: int) -> list[tuple[int, ...]]:
+        dp = self.dst.placement.coords(dst_rank).dp
+        totals = [[0] * len(pieces.kinds) for pieces in self._pieces]
+        for src_rank, target in self.pairs(source_set, dst_dp=dp):
+            if target != dst_rank:
+                continue
+            for group, layer in self._memory[0][src_rank]:
+                for fragment in self._fragments_of(src_rank, dst_rank, group, layer, source_set):
+                    totals[group][fragment.kind] += fragment.rows * -(-fragment.nbytes // self.unit_bytes)
+        return [tuple(total) for total in totals]
+
+    def _fragments_of(
+        self, src_rank: int, dst_rank: int, group: int, layer: int, source_set: int | None
+    ) -> tuple[Fragment, ...]:
+        return self._fragments_for(
+            src_rank, dst_rank, group, layer, self._routes.active_parts(src_rank, dst_rank, group, source_set)
+        )
+
+    def _fragments_for(
+        self, src_rank: int, dst_rank: int, group: int, layer: int, active: tuple[bool, ...]
+    ) -> tuple[Fragment, ...]:
+        key = (src_rank, dst_rank, group, layer, active)
+        found = self._fragments.get(key)
+        if found is None:
+            if group not in self.groups_of_layer(layer):
+                raise ConfigError(f"layer {layer} is not in group {group} ({self.src.layout.groups[group].name})")
+            src = self._memory[0][src_rank].get((group, layer))
+            dst = self._memory[1][dst_rank].get((group, layer))
+            found = () if src is None or dst is None else self._cut(src_rank, dst_rank, src, dst, active)
+            self._fragments[key] = found
+        return found
+
+    def _cut(
+        self, src_rank: int, dst_rank: int, src: LayerMemory, dst: LayerMemory, active: tuple[bool, ...]
+    ) -> tuple[Fragment, ...]:
+        """Intersect the two ranks' boxes of one layer, for each kind of piece."""
+        group = self.src.layout.groups[src.group]
+        src_tp = self.src.placement.coords(src_rank).tp
+        dst_tp = self.dst.placement.coords(dst_rank).tp
+        out: list[Fragment] = []
+        for index, kind in enumerate(self._pieces[src.group].kinds):
+            boxes = []
+            for part, a, b, used in zip(group.parts, src.parts, dst.parts, active, strict=True):
+                if not used:
+                    continue
+                src_begin, src_end = self.src.placement.heads_of(src_tp, part.heads)
+                dst_begin, dst_end = self.dst.placement.heads_of(dst_tp, part.heads)
+                begin, end = max(src_begin, dst_begin), min(src_end, dst_end)
+                rows, src_row, dst_row = (part.rows, 0, 0) if part.rows else (kind.tokens, kind.src_row, kind.dst_row)
+                boxes.append(
+                    Box(
+                        a.region,
+                        a.offset + (begin - src_begin) * a.head_stride + src_row * a.row_stride,
+                        a.page_stride,
+                        b.region,
+                        b.offset + (begin - dst_begin) * b.head_stride + dst_row * b.row_stride,
+                        b.page_stride,
+                        part.row_bytes,
+                        ((end - begin, a.head_stride, b.head_stride), (rows, a.row_stride, b.row_stride)),
+                    )
+                )
+            out += fragments_of(index, boxes)
+            if len(out) > MAX_FRAGMENTS:
+                raise PlanError(
+                    f"group {group.name}, layer {src.layer}: more than {MAX_FRAGMENTS} fragments per page between prefill"
+                    f" rank {src_rank} and decode rank {dst_rank}: the two memory layouts share too few contiguous bytes"
+                )
+        return tuple(out)
+
+    def _choose_unit(self) -> int:
+        """The smallest fragment, within bounds that keep both weights and the cost of splitting small."""
+        sizes = set()
+        for src_rank, dst_rank in self._routes.all_pairs():
+            for group, layer in self._memory[0][src_rank]:
+                parts = self._routes.overlapping_parts(src_rank, dst_rank, group)
+                cut = self._fragments_for(src_rank, dst_rank, group, layer, parts)
+                sizes |= {fragment.nbytes for fragment in cut}
+        least = -(-max(sizes, default=1) // UNITS_PER_FRAGMENT)
+        return max(least, min(min(sizes, default=1), UNIT_BYTES))
+
+    def _refuse_page(self, side: str, rank: int, group: int, num_pages: int, low: int, high: int) -> None:
+        name = self.src.layout.groups[group].name
+        raise ConfigError(
+            f"page index {low if low < 0 else high} is out of range: group {name} on {side} rank {rank} has {num_pages} pages"
+        )

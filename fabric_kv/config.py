@@ -16,6 +16,7 @@ from .errors import ConfigError
 __all__ = ["Bounds", "EngineOptions"]
 
 PROGRESS_MODES = ("adaptive", "spin")
+DISPATCH_MODES = ("thread", "manual")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     progress : {"adaptive", "spin"}
         ``adaptive`` spins while work is in flight, then yields, then sleeps; ``spin`` keeps a core busy for latency.
+    dispatch : {"thread", "manual"}
+        Who turns events into callbacks and ended futures: a thread of the engine, or the user by ``Engine.poll()``, for
+        example when ``Engine.fileno()`` is readable.
     strict : bool
         True: a NIC that cannot be opened is an error; False: go on with the others and say so in ``describe()``.
     max_transfers : int
@@ -42,6 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     progress: str = "adaptive"
+    dispatch: str = "thread"
     strict: bool = True
     max_transfers: int = 16384
     max_message_bytes: int = 16 << 20
@@ -54,6 +59,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS_MODES:
             raise ConfigError(f"progress={self.progress!r} is not one of {PROGRESS_MODES}")
+        if self.dispatch not in DISPATCH_MODES:
+            raise ConfigError(f"dispatch={self.dispatch!r} is not one of {DISPATCH_MODES}")
         for name, low, high in (
             ("max_transfers", 1, 1 << 20),
             ("max_message_bytes", 1, 1 << 30),

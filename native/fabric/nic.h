@@ -99,7 +99,11 @@ struct FailedCompletion {
 
 class Nic {
   public:
-    virtual ~Nic() = default;  // closes the endpoint first: afterwards nothing touches caller memory
+    virtual ~Nic() = default;  // registrations must be gone by then
+
+    // Closes the endpoint: when it returns, nothing touches caller memory any more and no completion will come.
+    // Registrations may (and must) be dropped after it and before the destructor. Calling it twice is fine.
+    virtual void close_endpoint() = 0;
 
     virtual const NicInfo& info() const = 0;
     virtual std::vector<std::byte> address() const = 0;

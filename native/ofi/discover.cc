@@ -41,10 +41,12 @@ InfoPtr query(const std::string& provider, const std::string& address) {
     return InfoPtr(list);
 }
 
-// A real RDMA NIC, Soft-RoCE included, is one that the kernel's RDMA subsystem knows; no list of provider names to maintain.
+// A real RDMA NIC, Soft-RoCE included, is one that the kernel's RDMA subsystem knows; no list of provider names to
+// maintain.
 bool is_rdma(const fi_info* info) {
     std::vector<std::string> names;
-    if (info->nic && info->nic->device_attr && info->nic->device_attr->name) names.push_back(info->nic->device_attr->name);
+    if (info->nic && info->nic->device_attr && info->nic->device_attr->name)
+        names.push_back(info->nic->device_attr->name);
     if (info->domain_attr->name) {
         const std::string name = info->domain_attr->name;
         names.push_back(name);
@@ -98,7 +100,8 @@ std::string source_text(const fi_info* info) {
         return inet_ntop(AF_INET6, &in6->sin6_addr, text, sizeof text) ? std::string("[") + text + "]" : "";
     }
     if (info->addr_format == FI_ADDR_STR)
-        return std::string(static_cast<const char*>(info->src_addr), strnlen(static_cast<const char*>(info->src_addr), info->src_addrlen));
+        return std::string(static_cast<const char*>(info->src_addr),
+                           strnlen(static_cast<const char*>(info->src_addr), info->src_addrlen));
     return {};
 }
 
@@ -130,9 +133,11 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                             Library::get().path + "); it offers:" + list_text(list.get()) +
                             "\nHint: software providers are used only when named: Engine(provider=\"tcp\") or \"shm\"");
         if (!choice)
-            throw Error(ErrorKind::kFabric, "provider '" + request.provider + "' offers no reliable-datagram endpoint with RMA and 4-byte immediates in libfabric " +
-                                                version_text(Library::get().version) + " (" + Library::get().path +
-                                                "); without a provider's name it offers:" + list_text(query("", "").get()));
+            throw Error(ErrorKind::kFabric,
+                        "provider '" + request.provider +
+                            "' offers no reliable-datagram endpoint with RMA and 4-byte immediates in libfabric " +
+                            version_text(Library::get().version) + " (" + Library::get().path +
+                            "); without a provider's name it offers:" + list_text(query("", "").get()));
         found.push_back(copy_of(choice));
         return found;
     }
@@ -141,11 +146,12 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
         const auto answer = by_address ? query(request.provider, nic) : nullptr;
         const fi_info* choice = nullptr;
         for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
-            if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name))) choice = info;
+            if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name)))
+                choice = info;
         if (!choice)
-            throw Error(ErrorKind::kConfig,
-                        "NIC '" + nic + "' matches nothing that provider '" +
-                            (request.provider.empty() ? "any RDMA" : request.provider) + "' offers:" + list_text(list.get()));
+            throw Error(ErrorKind::kConfig, "NIC '" + nic + "' matches nothing that provider '" +
+                                                (request.provider.empty() ? "any RDMA" : request.provider) +
+                                                "' offers:" + list_text(list.get()));
         found.push_back(copy_of(choice));
     }
     return found;

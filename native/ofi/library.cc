@@ -34,10 +34,11 @@ Library load() {
         tried += "\n  " + path + ": " + dlerror();
     }
     if (!handle)
-        throw Error(ErrorKind::kFabric,
-                    "libfabric could not be loaded; tried:" + tried +
-                        "\nHint: install it (Debian and Ubuntu: apt-get install libfabric1; AWS: the EFA installer), or "
-                        "set FABRIC_KV_LIBFABRIC_HOME to its prefix");
+        throw Error(
+            ErrorKind::kFabric,
+            "libfabric could not be loaded; tried:" + tried +
+                "\nHint: install it (Debian and Ubuntu: apt-get install libfabric1; AWS: the EFA installer), or "
+                "set FABRIC_KV_LIBFABRIC_HOME to its prefix");
     Library lib{};
     link_map* map = nullptr;
     if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map) lib.path = map->l_name;

@@ -25,7 +25,8 @@ struct Closer {
     void operator()(F* object) const {
         // A close that fails leaks the object; its name is all that helps to find out why.
         if (const int rc = fi_close(&object->fid))
-            std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc), -rc);
+            std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc),
+                         -rc);
     }
 };
 template <typename F>
@@ -47,6 +48,7 @@ class OfiNic final : public Nic {
   public:
     explicit OfiNic(InfoPtr info);
 
+    void close_endpoint() override { endpoint_.reset(); }
     const NicInfo& info() const override { return facts_; }
     std::vector<std::byte> address() const override { return address_; }
     std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override;
@@ -124,15 +126,18 @@ OfiNic::OfiNic(InfoPtr info)
       endpoint_(nullptr, Closer{"endpoint"}) {
     info_->tx_attr->size = facts_.tx_depth;
     info_->rx_attr->size = facts_.rx_depth;
-    fabric_ = open<fid_fabric>("fi_fabric", [&](fid_fabric** out) { return Library::get().fabric(info_->fabric_attr, out, nullptr); });
-    domain_ = open<fid_domain>("fi_domain", [&](fid_domain** out) { return fi_domain(fabric_.get(), info_.get(), out, nullptr); });
+    fabric_ = open<fid_fabric>(
+        "fi_fabric", [&](fid_fabric** out) { return Library::get().fabric(info_->fabric_attr, out, nullptr); });
+    domain_ = open<fid_domain>("fi_domain",
+                               [&](fid_domain** out) { return fi_domain(fabric_.get(), info_.get(), out, nullptr); });
     open_cq();
     av_ = open<fid_av>("fi_av_open", [&](fid_av** out) {
         fi_av_attr attr{};
         attr.type = info_->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info_->domain_attr->av_type;
         return fi_av_open(domain_.get(), &attr, out, nullptr);
     });
-    endpoint_ = open<fid_ep>("fi_endpoint", [&](fid_ep** out) { return fi_endpoint(domain_.get(), info_.get(), out, nullptr); });
+    endpoint_ = open<fid_ep>("fi_endpoint",
+                             [&](fid_ep** out) { return fi_endpoint(domain_.get(), info_.get(), out, nullptr); });
     auto check = [&](const char* op, int rc) {
         if (rc) throw call_failed(op, rc, facts_.provider, facts_.domain);
     };
@@ -174,7 +179,8 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
     fid_mr* mr = nullptr;
     int rc = 0;
     for (int attempt = 0; attempt < 8; ++attempt) {
-        rc = fi_mr_reg(domain_.get(), base, nbytes, access, 0, facts_.provider_keys ? 0 : random() & mask, 0, &mr, nullptr);
+        rc = fi_mr_reg(domain_.get(), base, nbytes, access, 0, facts_.provider_keys ? 0 : random() & mask, 0, &mr,
+                       nullptr);
         if (rc != -FI_ENOKEY) break;  // taken: draw another
     }
     if (rc) {
@@ -193,19 +199,22 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
             throw Error(ErrorKind::kRegistration, failure.what(), failure.op());
         }
     }
-    return std::make_unique<OfiMemory>(std::move(owned), facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0);
+    return std::make_unique<OfiMemory>(std::move(owned),
+                                       facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0);
 }
 
 PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
     // Providers read as many bytes as their own addresses have: a shorter one from a peer would be read past its end.
     if (address.size() != address_.size())
-        throw Error(ErrorKind::kUnreachable, "a peer's NIC address has " + std::to_string(address.size()) + " bytes, but " +
-                                                 facts_.provider + " on " + facts_.domain + " uses " + std::to_string(address_.size()) +
+        throw Error(ErrorKind::kUnreachable, "a peer's NIC address has " + std::to_string(address.size()) +
+                                                 " bytes, but " + facts_.provider + " on " + facts_.domain + " uses " +
+                                                 std::to_string(address_.size()) +
                                                  ". Hint: both sides must open the same provider");
     fi_addr_t peer = FI_ADDR_UNSPEC;
     const int count = fi_av_insert(av_.get(), address.data(), 1, &peer, 0, nullptr);
     if (count != 1 || peer == FI_ADDR_UNSPEC) {
-        auto failure = call_failed("fi_av_insert", count < 0 ? count : -FI_EADDRNOTAVAIL, facts_.provider, facts_.domain);
+        auto failure =
+            call_failed("fi_av_insert", count < 0 ? count : -FI_EADDRNOTAVAIL, facts_.provider, facts_.domain);
         throw Error(ErrorKind::kUnreachable, failure.what(), failure.op());
     }
     return peer;
@@ -230,8 +239,10 @@ PostResult OfiNic::posted(const char* op, ssize_t rc) {
 
 PostResult OfiNic::post_write(const WriteOp& op) {
     if (op.has_imm)
-        return posted("write", fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey, op.context));
-    return posted("write", fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
+        return posted("write", fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst,
+                                            op.rkey, op.context));
+    return posted("write",
+                  fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
 }
 
 PostResult OfiNic::post_send(const MessageOp& op) {
@@ -272,7 +283,8 @@ bool OfiNic::read_error(FailedCompletion& out) {
     out.context = static_cast<OpContext*>(entry.op_context);
     std::string words = Library::get().strerror(entry.err);
     if (text && *text && words != text) words += std::string(" / ") + text;
-    out.error = error(entry.flags & FI_RECV ? "recv" : (entry.flags & FI_SEND ? "send" : "write"), entry.err, entry.prov_errno, words);
+    out.error = error(entry.flags & FI_RECV ? "recv" : (entry.flags & FI_SEND ? "send" : "write"), entry.err,
+                      entry.prov_errno, words);
     return true;
 }
 

@@ -1,0 +1,441 @@
+"""Moves registered memory between processes over RDMA, and counts what arrives.
+
+>>> with Engine(provider="tcp", nics=["127.0.0.1"]) as engine:
+...     memory = engine.register(numpy.zeros((16, 4096), "u1"))
+...     peer = engine.add_peer(their_address)
+...     engine.write_pages(peer, memory, their_region, [0, 5], [7, 2], page_bytes=4096, token=their_token).result(timeout=5)
+
+Data moves on the engine's own C++ threads, whatever Python does. What ends is handed over by one Python thread, the
+dispatcher: callbacks and futures run there; exceptions in callbacks are logged, counted and stop nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .buffers import locate
+from .config import EngineOptions
+from .dispatcher import Dispatcher
+from .errors import ClosedError, ConfigError, FabricError, RegistrationError
+from .regions import CounterToken, EngineAddress, RemoteRegion
+from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
+
+__all__ = ["Engine"]
+
+# How long close() lets posted operations end by themselves before it closes the endpoints under them.
+_DRAIN_S = 1.0
+
+
+def _close(native: Any, dispatcher: Dispatcher) -> None:
+    native.close(_DRAIN_S)
+    dispatcher.stop()
+
+
+def _load_native() -> Any:
+    try:
+        from . import _native
+    except ImportError as error:
+        raise FabricError(
+            f"the C++ core fabric_kv._native cannot be imported: {error}. Hint: build it with pip install -e . "
+            "(needs libfabric's headers: apt-get install libfabric-dev)"
+        ) from error
+    return _native
+
+
+def _as_pages(name: str, pages: Any) -> NDArray[np.int64]:
+    array = np.asarray(pages)
+    if array.ndim != 1:
+        raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ConfigError(f"{name} must hold integers (page indices), not {array.dtype}")
+    if array.dtype == np.uint64 and int(array.max()) >= 2**63:
+        raise ConfigError(f"{name} holds {int(array.max())}, which is no page index")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+class Engine:
+    """A process's NICs: registers memory, knows peers, writes to them, and counts what they write here.
+
+    Parameters
+    ----------
+    provider : str, optional
+        libfabric provider: ``efa``, ``verbs``, ``tcp``, ``shm``... None takes any that drives a real RDMA NIC; software
+        providers are used only when named.
+    nics : sequence of str
+        The rails of the one device group: libfabric domain names (``rdmap0s6``, ``mlx5_0``, ``eth0``) or IP addresses. By
+        default the first one offered.
+    groups : sequence of sequence of str, optional
+        Instead of ``nics``: the rails of each device group.
+    cpus : sequence of sequence of int, optional
+        For each group the cpus that its progress thread is pinned to.
+    options : EngineOptions
+
+    Raises
+    ------
+    FabricError
+        If libfabric is missing, too old, or offers nothing suitable; the message lists what it offers.
+    ConfigError
+        If a NIC that was asked for does not exist.
+
+    Notes
+    -----
+    Every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        provider: str | None = None,
+        *,
+        nics: Sequence[str] = (),
+        groups: Sequence[Sequence[str]] | None = None,
+        cpus: Sequence[Sequence[int]] = (),
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        if groups is not None and nics:
+            raise ConfigError("give nics (one group) or groups, not both")
+        rails = [list(nics)] if groups is None else [list(group) for group in groups]
+        if any(isinstance(group, str) for group in (nics, *(groups or ()))):
+            raise ConfigError("nics must be a list of names, not one string")
+        if not rails or (cpus and len(cpus) != len(rails)):
+            raise ConfigError(f"{len(rails)} groups, but cpus for {len(cpus)}")
+        core = _load_native()
+        self._native, self._left_out = core.open_engine(
+            provider=provider or "",
+            groups=[(group, list(cpus[i]) if cpus else []) for i, group in enumerate(rails)],
+            spin=options.progress == "spin",
+            strict=options.strict,
+            max_transfers=options.max_transfers,
+            max_inbox_bytes=options.max_inbox_bytes,
+            num_counters=options.num_counters,
+            heartbeat_interval_s=options.heartbeat_interval_s,
+            heartbeat_misses=options.heartbeat_misses,
+            connect_s=options.connect_s,
+        )
+        self.options = options
+        epoch, addresses = self._native.address()
+        self._address = EngineAddress(epoch, tuple(tuple(group) for group in addresses))
+        # Submissions hold this lock until their handle is known, so that the dispatcher cannot see the end first.
+        self._lock = threading.Lock()
+        self._dispatcher = Dispatcher(self._native, self._lock, options)
+        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
+        self._dispatcher.start()
+
+    # -- identity ------------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> bytes:
+        """16 random bytes: this life of the engine."""
+        return self._address.epoch
+
+    @property
+    def address(self) -> bytes:
+        """Versioned bytes by which a peer finds this engine; hand them over by any means."""
+        return self._address.to_bytes()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._finalizer.alive
+
+    def describe(self) -> dict[str, Any]:
+        """What was opened, and the figures so far: libfabric, groups, rails, peers, callbacks that raised."""
+        path, version = _load_native().library()
+        return {
+            "libfabric": {"path": path, "version": version},
+            "epoch": self.epoch.hex(),
+            "progress": self.options.progress,
+            "closed": self.closed,
+            "groups": [] if self.closed else self._native.describe(),
+            "left_out": list(self._left_out),
+            **self._dispatcher.describe(),
+        }
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def register(self, buffer: Any, *, group: int = 0) -> MemoryRegion:
+        """Register memory with every NIC of a group, for reading by us and for reading and writing by peers.
+
+        Parameters
+        ----------
+        buffer
+            NumPy array, DLPack or CUDA array, bytes-like, or (address, nbytes, device); see
+            :func:`fabric_kv.buffers.locate`. The region keeps it alive.
+        group : int
+            Device group whose NICs will move it.
+
+        Raises
+        ------
+        ConfigError
+            If the buffer is not a plain writable range.
+        RegistrationError
+            If a NIC refuses it, or it is device memory and the provider cannot reach that.
+        """
+        found = locate(buffer)
+        if found.device != "cpu":
+            rails = self._native.describe()[group]["rails"] if not self.closed else []
+            provider = rails[0]["provider"] if rails else "?"
+            raise RegistrationError(
+                f"memory on {found.device} cannot be registered: provider {provider} was opened without device memory",
+                op="register",
+                provider=provider,
+            )
+        native = self._native.register_region(found.address, found.nbytes, group)
+        epoch, index, nbytes, rails = self._native.describe_region(native)
+        return MemoryRegion(self, native, found.owner, RemoteRegion(epoch, index, nbytes, tuple(rails)))
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    def add_peer(self, address: bytes, *, monitor: bool = False) -> Peer:
+        """Make a peer known by its :attr:`address` bytes. The same life of it gives the same peer.
+
+        Parameters
+        ----------
+        address : bytes
+        monitor : bool
+            Exchange heartbeats (both sides must ask for it) and report the peer to :meth:`on_peer_lost` when it falls silent.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes are not an address, or one of another version.
+        """
+        parsed = EngineAddress.from_bytes(address)
+        if parsed.epoch == self.epoch and monitor:
+            raise ConfigError("an engine cannot monitor itself")
+        native = self._native.add_peer(parsed.epoch, [list(group) for group in parsed.groups], monitor)
+        return Peer(native, parsed.epoch)
+
+    def remove_peer(self, peer: Peer) -> None:
+        """Forget a peer: no new transfer to it is taken, and it is no longer monitored."""
+        self._native.remove_peer(peer._native)
+        self._dispatcher.forget(peer.epoch)
+
+    def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
+        """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
+        self._dispatcher.on_peer_lost = fn
+
+    # -- moving data ---------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        src_offset: int,
+        dst: RemoteRegion,
+        dst_offset: int,
+        nbytes: int,
+        *,
+        token: CounterToken | None = None,
+    ) -> Transfer:
+        """Write one range; :meth:`submit` with a single page."""
+        return self.submit(peer, [PagePiece(src, src_offset, 0, dst, dst_offset, 0, nbytes, [0], [0])], token=token)
+
+    def write_pages(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        dst: RemoteRegion,
+        src_pages: Sequence[int] | NDArray[np.integer[Any]],
+        dst_pages: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        page_bytes: int,
+        src_stride: int | None = None,
+        dst_stride: int | None = None,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        token: CounterToken | None = None,
+    ) -> Transfer:
+        """Write pages to pages; :meth:`submit` with a single piece.
+
+        Parameters
+        ----------
+        src_pages, dst_pages : integers, shape (num_pages,)
+            Page ``src_pages[i]`` of ``src`` goes to page ``dst_pages[i]`` of ``dst``.
+        page_bytes : int
+            Bytes that are copied of each page.
+        src_stride, dst_stride : int, optional
+            Bytes from one page to the next; by default ``page_bytes``.
+        src_offset, dst_offset : int
+            Byte at which page 0 starts.
+        token : CounterToken, optional
+            The receiver's counter; without it the receiver is not told.
+        """
+        piece = PagePiece(
+            src,
+            src_offset,
+            page_bytes if src_stride is None else src_stride,
+            dst,
+            dst_offset,
+            page_bytes if dst_stride is None else dst_stride,
+            page_bytes,
+            src_pages,
+            dst_pages,
+        )
+        return self.submit(peer, [piece], token=token)
+
+    def submit(self, peer: Peer, pieces: Iterable[PagePiece], *, token: CounterToken | None = None) -> Transfer:
+        """Write any number of paged pieces to one peer.
+
+        Neighbouring pages become one write. With a token every write carries its units to the receiver's counter; they
+        add up to the sum of ceil(nbytes / unit_bytes) over all pages and rows. Returns at once.
+
+        Raises
+        ------
+        ConfigError
+            If a page leaves its region (the message gives index, unit and limit), or a region belongs to another engine.
+            Nothing has been posted.
+        WouldBlockError
+            If the group has ``max_transfers`` in flight. Nothing has been taken.
+        ClosedError
+            If the engine is closed or the peer was removed.
+        """
+        native, keep, nbytes = [], [], 0
+        for piece in pieces:
+            if piece.src._engine is not self:
+                raise ConfigError(f"{piece.src!r} was registered with another engine")
+            src_pages, dst_pages = _as_pages("src_pages", piece.src_pages), _as_pages("dst_pages", piece.dst_pages)
+            sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
+            if min(*sizes, piece.rows, piece.src_row_stride, piece.dst_row_stride) < 0 or max(sizes) >= 2**63:
+                raise ConfigError(
+                    f"offsets, strides and sizes must lie in [0, 2^63): {piece[1:3] + piece[4:7] + piece[9:]}"
+                )
+            if piece.rows >= 2**32:
+                raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
+            native.append(
+                (piece.src._native, *piece[1:3], piece.dst.native(), *piece[4:7], src_pages, dst_pages, *piece[9:])
+            )
+            keep.append(piece.src)
+            nbytes += piece.nbytes * piece.rows * len(src_pages)
+        wire_token = token.native() if token else (0, 0, 0)
+        return self._track(
+            Transfer(self, peer, nbytes, keep), lambda: self._native.submit_write(peer._native, native, wire_token)
+        )
+
+    def send(self, peer: Peer, payload: bytes) -> Transfer:
+        """Send a control message; the peer's :meth:`on_message` gets it whole. Overtakes queued writes.
+
+        Raises
+        ------
+        ConfigError
+            If it is larger than ``options.max_message_bytes``.
+        WouldBlockError, ClosedError
+            As for :meth:`submit`.
+        """
+        if len(payload) > self.options.max_message_bytes:
+            raise ConfigError(
+                f"a message of {len(payload)} bytes is above the limit max_message_bytes={self.options.max_message_bytes}"
+            )
+        return self._track(
+            Transfer(self, peer, len(payload), None), lambda: self._native.submit_message(peer._native, payload)
+        )
+
+    def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
+        """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
+
+        Messages that arrive while there is none are kept, within ``options.max_inbox_bytes``. Their order is not defined.
+        """
+        self._dispatcher.set_on_message(fn)
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def counter(self, *, unit_bytes: int, expected_units: int | None = None, group: int = 0) -> Counter:
+        """Take a completion counter; give its ``token`` to whoever writes.
+
+        Parameters
+        ----------
+        unit_bytes : int
+            A write of n bytes will count as ceil(n / unit_bytes).
+        expected_units : int, optional
+            The total; :meth:`Counter.arm` sets it later otherwise.
+        group : int
+            The device group that will be written to.
+
+        Raises
+        ------
+        WouldBlockError
+            If all counters of the group are in use.
+        """
+        if not 0 < unit_bytes < 2**63:
+            raise ConfigError(f"unit_bytes={unit_bytes} must lie in [1, 2^63)")
+        slot, generation = self._native.allocate_counter(group, unit_bytes)
+        counter = Counter(self, CounterToken(slot, generation, unit_bytes, group))
+        self._dispatcher.counters[group, slot, generation] = counter
+        if expected_units is not None:
+            try:
+                counter.arm(expected_units)
+            except ConfigError:
+                counter.release(quiescent=True)  # nobody has its token yet
+                raise
+        return counter
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def poll(self, timeout: float = 0.0) -> int:
+        """Handle what has happened and return how many events that was; for ``dispatch="manual"``."""
+        return self._dispatcher.poll(timeout)
+
+    def fileno(self) -> int:
+        """Descriptor that is readable while events wait: for ``loop.add_reader`` with ``dispatch="manual"``."""
+        return int(self._native.fileno())
+
+    def close(self) -> None:
+        """Stop, and give all memory back.
+
+        Posted operations get a second to end by themselves; then the endpoints are closed, after which no NIC can touch
+        caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine.
+        """
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Engine({self.epoch.hex()[:8]}{', closed' if self.closed else ''})"
+
+    # -- for the objects that we hand out ------------------------------------------------------------------------------
+
+    def _track(self, transfer: Transfer, submit: Callable[[], Any]) -> Transfer:
+        with self._lock:
+            if self.closed:
+                raise ClosedError("the engine is closed")
+            transfer._native = submit()
+            self._dispatcher.transfers[transfer.id] = transfer
+        return transfer
+
+    def _cancel(self, transfer: Transfer) -> None:
+        if not self.closed:
+            self._native.cancel(transfer._native)
+
+    def _deregister(self, region: MemoryRegion) -> None:
+        self._native.deregister(region._native)
+        region._owner = None
+
+    def _arm(self, counter: Counter, expected_units: int) -> None:
+        if not 0 <= expected_units < 2**57:
+            raise ConfigError(f"expected_units={expected_units} must lie in [0, 2^57)")
+        self._native.arm_counter(counter.token.group, counter.token.native(), expected_units)
+
+    def _received(self, counter: Counter) -> int:
+        return int(self._native.counter_received(counter.token.group, counter.token.native()))
+
+    def _release(self, counter: Counter, quiescent: bool | None) -> None:
+        with self._lock:
+            if counter._released:
+                return
+            counter._released = True
+        token = counter.token
+        fired = counter.done() and counter.exception(0) is None
+        self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
+        self._native.release_counter(token.group, token.native(), fired if quiescent is None else quiescent)
+        counter._fail(ClosedError(f"{counter!r} was released before it fired"))

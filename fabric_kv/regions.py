@@ -1,0 +1,129 @@
+"""Plain data that describes memory and engines to a peer: remote regions, engine addresses, counter tokens.
+
+>>> token, region = counter.token, memory.remote.to_bytes()          # send both to the peer, by any means
+>>> remote = RemoteRegion.from_bytes(region)
+>>> remote.nbytes
+
+All of it travels as versioned, length-checked bytes; see :mod:`fabric_kv.encoding`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from .encoding import decode, encode
+
+__all__ = ["CounterToken", "EngineAddress", "RemoteRegion"]
+
+Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
+U17 = Annotated[int, Meta(ge=0, lt=2**17 - 1)]
+U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+MAX_GROUPS = 64
+MAX_RAILS = 64
+_GroupIndex = Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+
+
+class CounterToken(msgspec.Struct, frozen=True, array_like=True):
+    """What a sender needs to be counted: given out by the receiver, valid for one transfer.
+
+    Attributes
+    ----------
+    slot, generation : int
+        Which counter of the receiver, and which of its lives.
+    unit_bytes : int
+        A write of n bytes counts as ceil(n / unit_bytes) units.
+    group : int
+        The receiver's device group that counts.
+    """
+
+    slot: U17
+    generation: Annotated[int, Meta(ge=0, lt=32)]
+    unit_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    group: _GroupIndex = 0
+
+    def native(self) -> tuple[int, int, int]:
+        """The part that the C++ core takes."""
+        return self.slot, self.generation, self.unit_bytes
+
+
+class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A peer's registered memory: enough to write into it, and no more.
+
+    Attributes
+    ----------
+    epoch : bytes, 16
+        The life of the engine that registered it.
+    group : int
+        Its device group there.
+    nbytes : int
+        Length in bytes.
+    rails : tuple of (base, rkey)
+        One per NIC of that group; ``base`` is what offsets are added to.
+    """
+
+    MAGIC: ClassVar[bytes] = b"FKVR"
+    VERSION: ClassVar[int] = 1
+    MAX_BYTES: ClassVar[int] = 4096
+
+    epoch: Epoch
+    group: _GroupIndex
+    nbytes: U63
+    rails: Annotated[
+        tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...],
+        Meta(min_length=1, max_length=MAX_RAILS),
+    ]
+
+    def to_bytes(self) -> bytes:
+        """Versioned bytes for the peer."""
+        return encode(self.MAGIC, self.VERSION, self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RemoteRegion:
+        """Parse a peer's bytes; ProtocolError if they are anything else."""
+        return decode(cls.MAGIC, cls.VERSION, cls, data, what="remote region", limit=cls.MAX_BYTES)
+
+    def native(self) -> Any:
+        """The object that the C++ core takes."""
+        from . import _native
+
+        return _native.RemoteRegion(self.epoch, self.group, self.nbytes, list(self.rails))
+
+
+class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where an engine can be reached, and which life of it.
+
+    Attributes
+    ----------
+    epoch : bytes, 16
+    groups : tuple of tuple of bytes
+        ``groups[g][k]`` is the libfabric address (fi_getname(3)) of rail k of device group g.
+    """
+
+    MAGIC: ClassVar[bytes] = b"FKVA"
+    VERSION: ClassVar[int] = 1
+    MAX_BYTES: ClassVar[int] = 1 << 20
+
+    epoch: Epoch
+    groups: Annotated[
+        tuple[
+            Annotated[
+                tuple[Annotated[bytes, Meta(min_length=1, max_length=1024)], ...],
+                Meta(min_length=1, max_length=MAX_RAILS),
+            ],
+            ...,
+        ],
+        Meta(min_length=1, max_length=MAX_GROUPS),
+    ]
+
+    def to_bytes(self) -> bytes:
+        """Versioned bytes for the peer."""
+        return encode(self.MAGIC, self.VERSION, self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EngineAddress:
+        """Parse a peer's bytes; ProtocolError if they are anything else."""
+        return decode(cls.MAGIC, cls.VERSION, cls, data, what="engine address", limit=cls.MAX_BYTES)

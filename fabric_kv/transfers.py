@@ -1,0 +1,186 @@
+"""What an engine hands out: transfers on their way, completion counters, and registered memory.
+
+>>> transfer = engine.write_pages(peer, memory, remote, [0, 5], [7, 2], page_bytes=4096, token=token)
+>>> transfer.result(timeout=5.0)
+>>> counter = engine.counter(unit_bytes=4096, expected_units=2); await counter
+
+All three come from an :class:`~fabric_kv.engine.Engine` and keep what they need of it alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import TransferTimeoutError
+from .futures import Completion
+from .regions import CounterToken, RemoteRegion
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .engine import Engine
+
+__all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Transfer"]
+
+
+class Peer:
+    """Another engine, in one of its lives. Made by :meth:`Engine.add_peer`."""
+
+    __slots__ = ("_native", "epoch")
+
+    def __init__(self, native: Any, epoch: bytes) -> None:
+        self._native = native
+        self.epoch = epoch
+
+    def __repr__(self) -> str:
+        return f"Peer({self.epoch.hex()[:8]})"
+
+
+class MemoryRegion:
+    """Registered memory of this process; peers may write into it once they have :attr:`remote`.
+
+    It holds a reference to the buffer. Made by :meth:`Engine.register`; a context manager that deregisters.
+    """
+
+    def __init__(self, engine: Engine, native: Any, owner: object, remote: RemoteRegion) -> None:
+        self._engine = engine
+        self._native = native
+        self._owner = owner
+        self._remote = remote
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self._remote.nbytes
+
+    @property
+    def remote(self) -> RemoteRegion:
+        """What a peer needs to write here."""
+        return self._remote
+
+    def close(self) -> None:
+        """Deregister; peers can no longer reach the memory, where the provider checks keys.
+
+        Raises
+        ------
+        ConfigError
+            If a transfer of this engine still reads the region. Nothing has changed then.
+        """
+        self._engine._deregister(self)
+
+    def __enter__(self) -> MemoryRegion:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"MemoryRegion({self.nbytes} bytes, group {self._remote.group})"
+
+
+class PagePiece(NamedTuple):
+    """A paged copy: page i, row r goes from ``src_offset + src_pages[i] * src_stride + r * src_row_stride`` to the same
+    with ``dst``; ``nbytes`` each. All in bytes but the page indices.
+    """  # noqa: D205
+
+    src: MemoryRegion
+    src_offset: int
+    src_stride: int
+    dst: RemoteRegion
+    dst_offset: int
+    dst_stride: int
+    nbytes: int
+    src_pages: Sequence[int] | NDArray[np.integer[Any]]
+    dst_pages: Sequence[int] | NDArray[np.integer[Any]]
+    rows: int = 1
+    src_row_stride: int = 0
+    dst_row_stride: int = 0
+
+
+class Transfer(Completion[None]):
+    """One submission on its way.
+
+    It ends once, when every operation that was posted for it is retired: done, failed (:class:`TransferError`), cancelled
+    (:class:`TransferCancelledError`) or closed (:class:`ClosedError`). Until then its memory is in use, also after a wait
+    for it has timed out.
+    """
+
+    def __init__(self, engine: Engine, peer: Peer, nbytes: int, keep: object) -> None:
+        super().__init__()
+        self._engine = engine
+        self._native: Any = None
+        self._keep = keep  # the regions, until the end
+        self.peer = peer
+        self.nbytes = nbytes
+
+    @property
+    def id(self) -> int:
+        """Number of the transfer in its engine, as errors and logs name it."""
+        return int(self._native.id)
+
+    def cancel(self) -> None:
+        """Post nothing more. It still ends by itself, once what was posted is retired."""
+        self._engine._cancel(self)
+
+    def _timeout_error(self, timeout: float | None) -> Exception:
+        return TransferTimeoutError(
+            f"{self!r} has not ended after {timeout} s; it goes on and its memory is still in use",
+            transfer_id=self.id,
+            peer=self.peer.epoch.hex(),
+        )
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.id}, {self.nbytes} bytes to {self.peer!r})"
+
+
+class Counter(Completion[None]):
+    """Receiver-side completion counter: ends when exactly the expected units have arrived.
+
+    Its result is None, or :class:`ProtocolError` if more units arrived than expected. A context manager that releases:
+    after a regular end the slot is used again, otherwise it is poisoned.
+    """
+
+    def __init__(self, engine: Engine, token: CounterToken) -> None:
+        super().__init__()
+        self._engine = engine
+        self._released = False
+        self.token = token
+
+    def arm(self, expected_units: int) -> None:
+        """Set the total, where it was not known at creation. What arrived before counts.
+
+        Raises
+        ------
+        ConfigError
+            If it is armed already, was released, or ``expected_units`` is negative.
+        """
+        self._engine._arm(self, expected_units)
+
+    @property
+    def received(self) -> int:
+        """Units that have arrived so far; 0 after release."""
+        return self._engine._received(self)
+
+    def release(self, quiescent: bool | None = None) -> None:
+        """Give the slot back. Calling it twice is fine.
+
+        Parameters
+        ----------
+        quiescent : bool, optional
+            Whether it is certain that no write of this counter can arrive any more. By default that is so if the counter
+            has fired. Without that certainty the slot is poisoned: never used again while the engine lives.
+        """
+        self._engine._release(self, quiescent)
+
+    def __enter__(self) -> Counter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return (
+            f"Counter(slot {self.token.slot}, generation {self.token.generation}, unit {self.token.unit_bytes} bytes)"
+        )

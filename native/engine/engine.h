@@ -1,0 +1,73 @@
+// All device groups of one process: regions, peers, transfers, counters.
+//
+// Owns:     the groups with their NICs and threads. Regions keep their registrations until close().
+// Threads:  every call from any thread.
+// Blocking: close(), bounded by its drain time; events().take() for its timeout.
+// Failure:  calls throw Error before anything is posted; submit() throws kWouldBlock when the group is full; whatever
+//           was accepted ends in exactly one event.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/group.h"
+
+namespace fkv {
+
+// A peer's address in parts; Python gives it its bytes.
+struct EngineAddress {
+    Epoch epoch{};
+    std::vector<std::vector<std::vector<std::byte>>> groups;  // [group][rail]
+};
+
+class Engine {
+  public:
+    // One list of NICs per group; the groups' options pair up with them.
+    Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options);
+    ~Engine();
+
+    const EngineAddress& address() const { return address_; }
+    std::size_t num_groups() const { return groups_.size(); }
+    Group& group(std::uint32_t index);
+    EventQueue& events() { return events_; }
+
+    std::shared_ptr<Region> register_region(void* base, std::uint64_t nbytes, std::uint32_t group);
+    // Drops the registrations. Throws Error(kConfig) while a transfer uses the region.
+    void deregister(const std::shared_ptr<Region>& region);
+    RemoteRegion describe_region(const Region& region) const;
+
+    // The same epoch gives the same peer. Throws Error(kUnreachable) for an address without groups or rails.
+    std::shared_ptr<Peer> add_peer(const EngineAddress& address, bool monitor);
+    void remove_peer(const std::shared_ptr<Peer>& peer);
+
+    // Checks everything, then hands the transfer to its group. The id is in the event that ends it.
+    std::shared_ptr<Transfer> submit_write(const std::shared_ptr<Peer>& peer, std::vector<PagePiece> pieces,
+                                           const CounterToken& token);
+    std::shared_ptr<Transfer> submit_message(const std::shared_ptr<Peer>& peer, std::span<const std::byte> payload);
+    void cancel(Transfer& transfer);
+
+    CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);
+    void arm_counter(std::uint32_t group, const CounterToken& token, std::uint64_t expected_units);
+
+    void close(std::int64_t drain_ns);
+
+  private:
+    void check_open() const;
+    void submit_to(Group& group, const std::shared_ptr<Transfer>& transfer);
+    void check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t group, const CounterToken& token);
+
+    EngineAddress address_;
+    EventQueue events_;
+    std::vector<std::unique_ptr<Group>> groups_;
+    std::atomic<std::uint64_t> next_id_{1};
+
+    std::mutex mutex_;
+    std::map<Epoch, std::shared_ptr<Peer>> peers_;  // guarded by mutex_
+    std::vector<std::weak_ptr<Region>> regions_;    // guarded by mutex_
+    std::atomic<bool> closed_{false};
+};
+
+}  // namespace fkv

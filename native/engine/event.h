@@ -1,0 +1,84 @@
+// What the engine tells its owner, in one queue for all groups.
+//
+// Threads:  post() from progress threads; take() from any thread.
+// Blocking: take() for at most its timeout. The descriptor is readable while events wait.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "base/event_fd.h"
+#include "engine/counters.h"
+#include "engine/region.h"
+
+namespace fkv {
+
+enum class Outcome : std::uint8_t { kOk, kFailed, kCancelled, kClosed };
+
+struct Event {
+    enum Kind : std::uint8_t {
+        kTransfer,  // id, outcome, bytes, error
+        kCounter,   // group, token.slot, token.generation, verdict
+        kMessage,   // peer, id (message), bytes (total), offset, payload
+        kUser,      // group, id (the 15 bits)
+        kPeerLost,  // peer, error.text
+        kFault,     // error: a rail or the progress thread failed
+    };
+    Kind kind{};
+    Outcome outcome{};
+    CounterVerdict verdict{};
+    std::uint32_t group = 0;
+    std::uint32_t slot = 0;
+    std::uint32_t generation = 0;
+    std::uint32_t offset = 0;
+    std::uint64_t id = 0;
+    std::uint64_t bytes = 0;
+    Epoch peer{};
+    std::vector<std::byte> payload;
+    OpError error;
+};
+
+class EventQueue {
+  public:
+    void post(Event event) {
+        std::lock_guard lock(mutex_);
+        inbox_bytes_.fetch_add(event.payload.size(), std::memory_order_relaxed);
+        events_.push_back(std::move(event));
+        if (events_.size() == 1) bell_.ring();
+    }
+
+    std::vector<Event> take(int timeout_ms) {
+        std::vector<Event> out;
+        if (timeout_ms != 0 && empty()) {
+            pollfd pfd{bell_.fd(), POLLIN, 0};
+            ::poll(&pfd, 1, timeout_ms);
+        }
+        std::lock_guard lock(mutex_);
+        out.swap(events_);
+        bell_.clear();
+        std::size_t bytes = 0;
+        for (const auto& event : out) bytes += event.payload.size();
+        inbox_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+        return out;
+    }
+
+    int fd() const { return bell_.fd(); }
+    void ring() { bell_.ring(); }
+    std::size_t inbox_bytes() const { return inbox_bytes_.load(std::memory_order_relaxed); }
+
+  private:
+    bool empty() {
+        std::lock_guard lock(mutex_);
+        return events_.empty();
+    }
+
+    std::mutex mutex_;
+    std::vector<Event> events_;  // guarded by mutex_
+    std::atomic<std::size_t> inbox_bytes_{0};
+    EventFd bell_;
+};
+
+}  // namespace fkv

@@ -1,0 +1,92 @@
+// Who is alive: watched peers are pinged at an interval, and reported once when nothing was heard for too long.
+//
+// Both sides ping each other, so a ping needs no answer; any message counts as a sign of life. It runs on the
+// progress thread, hence also while Python sleeps or holds the GIL.
+//
+// Threads: the progress thread only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "base/clock.h"
+#include "engine/transfer.h"
+
+namespace fkv {
+
+struct HeartbeatOptions {
+    std::int64_t interval_ns = 200 * kMillisecond;
+    std::uint32_t misses = 5;
+    std::int64_t connect_ns = 5 * kSecond;  // before the first sign of life
+};
+
+struct EpochHash {
+    std::size_t operator()(const Epoch& epoch) const {
+        std::size_t value;  // epochs are random: any part is a hash
+        std::memcpy(&value, epoch.data(), sizeof value);
+        return value;
+    }
+};
+
+class Heartbeat {
+  public:
+    explicit Heartbeat(const HeartbeatOptions& options) : options_(options) {}
+
+    void watch(std::shared_ptr<Peer> peer, std::int64_t now) {
+        watched_.try_emplace(peer->epoch, Entry{peer, now, now, false});
+    }
+    void forget(const Epoch& epoch) { watched_.erase(epoch); }
+    bool empty() const { return watched_.empty(); }
+    std::int64_t interval_ns() const { return options_.interval_ns; }
+
+    void heard(const Epoch& epoch, std::int64_t now) {
+        if (watched_.empty()) return;
+        if (auto it = watched_.find(epoch); it != watched_.end()) {
+            it->second.heard_ns = now;
+            it->second.heard = true;
+        }
+    }
+
+    // Calls ping(peer) for each peer that is due and lost(peer, silent_ns) for each that was silent for too long; those
+    // are forgotten.
+    template <typename Ping, typename Lost>
+    void check(std::int64_t now, Ping&& ping, Lost&& lost) {
+        // A round that comes late (the machine was suspended, or starved of CPU) says nothing about the peers.
+        const bool late = last_check_ns_ && now - last_check_ns_ > 2 * options_.interval_ns;
+        const auto gap = now - last_check_ns_;
+        last_check_ns_ = now;
+        for (auto it = watched_.begin(); it != watched_.end();) {
+            auto& entry = it->second;
+            if (late) entry.heard_ns = std::min(now, entry.heard_ns + gap);
+            const auto bound = entry.heard ? options_.interval_ns * options_.misses : options_.connect_ns;
+            if (now - entry.heard_ns > bound) {
+                lost(*entry.peer, now - entry.heard_ns);
+                it = watched_.erase(it);
+                continue;
+            }
+            if (now >= entry.next_ping_ns) {
+                entry.next_ping_ns = now + options_.interval_ns;
+                ping(*entry.peer);
+            }
+            ++it;
+        }
+    }
+
+  private:
+    struct Entry {
+        std::shared_ptr<Peer> peer;
+        std::int64_t heard_ns;
+        std::int64_t next_ping_ns;
+        bool heard;
+    };
+
+    const HeartbeatOptions options_;
+    std::unordered_map<Epoch, Entry, EpochHash> watched_;
+    std::int64_t last_check_ns_ = 0;
+};
+
+}  // namespace fkv

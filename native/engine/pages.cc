@@ -1,0 +1,108 @@
+#include "engine/pages.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/error.h"
+
+namespace fkv {
+namespace {
+
+using Wide = unsigned __int128;  // products of 64-bit sizes; what a caller passes may be anything
+
+void check_side(const char* side, const std::vector<std::int64_t>& pages, std::uint64_t offset, std::uint64_t stride,
+                std::uint64_t rows, std::uint64_t row_stride, std::uint64_t nbytes, std::uint64_t region_bytes) {
+    const auto [low, high] = std::minmax_element(pages.begin(), pages.end());
+    const std::string name(side);
+    if (*low < 0)
+        throw Error(ErrorKind::kConfig, name + "_pages[" + std::to_string(low - pages.begin()) +
+                                            "] = " + std::to_string(*low) + " is negative: page indices start at 0");
+    const Wide tail = Wide{offset} + Wide{rows - 1} * row_stride + nbytes;
+    if (tail + Wide(static_cast<std::uint64_t>(*high)) * stride <= region_bytes) return;
+    std::string limit = "no page fits";
+    if (tail <= region_bytes)
+        limit = stride == 0 ? "only offset 0 fits"
+                            : "the largest page index that fits is " +
+                                  std::to_string(static_cast<std::uint64_t>((region_bytes - tail) / stride));
+    throw Error(ErrorKind::kConfig, name + "_pages[" + std::to_string(high - pages.begin()) +
+                                        "] = " + std::to_string(*high) + " (page index) is out of range: with offset " +
+                                        std::to_string(offset) + ", stride " + std::to_string(stride) + " and " +
+                                        std::to_string(nbytes) + " bytes" +
+                                        (rows > 1 ? " x " + std::to_string(rows) + " rows" : "") + ", in a region of " +
+                                        std::to_string(region_bytes) + " bytes, " + limit);
+}
+
+}  // namespace
+
+void check_bounds(const PagePiece& piece) {
+    if (piece.src_pages.size() != piece.dst_pages.size())
+        throw Error(ErrorKind::kConfig, "src_pages has " + std::to_string(piece.src_pages.size()) +
+                                            " entries, dst_pages has " + std::to_string(piece.dst_pages.size()) +
+                                            ": they must pair up");
+    if (piece.src_pages.empty() || piece.rows == 0 || piece.nbytes == 0) return;
+    check_side("src", piece.src_pages, piece.src_offset, piece.src_stride, piece.rows, piece.src_row_stride,
+               piece.nbytes, piece.src->nbytes);
+    check_side("dst", piece.dst_pages, piece.dst_offset, piece.dst_stride, piece.rows, piece.dst_row_stride,
+               piece.nbytes, piece.dst->nbytes);
+}
+
+PageCursor::PageCursor(std::span<const PagePiece> pieces, WriteLimits limits) : pieces_(pieces), limits_(limits) {}
+
+bool PageCursor::at_fragment(std::uint64_t& src, std::uint64_t& dst) {
+    while (piece_ < pieces_.size()) {
+        const auto& p = pieces_[piece_];
+        if (page_ < p.src_pages.size() && p.rows > 0 && p.nbytes > 0) {
+            src =
+                p.src_offset + static_cast<std::uint64_t>(p.src_pages[page_]) * p.src_stride + row_ * p.src_row_stride;
+            dst =
+                p.dst_offset + static_cast<std::uint64_t>(p.dst_pages[page_]) * p.dst_stride + row_ * p.dst_row_stride;
+            return true;
+        }
+        ++piece_;
+        page_ = 0;
+        row_ = 0;
+    }
+    return false;
+}
+
+void PageCursor::advance() {
+    if (++row_ == pieces_[piece_].rows) {
+        row_ = 0;
+        ++page_;
+    }
+}
+
+bool PageCursor::next(PlannedWrite& out) {
+    std::uint64_t src = 0, dst = 0;
+    if (!at_fragment(src, dst)) return false;
+    const auto& piece = pieces_[piece_];
+    const auto unit = limits_.unit_bytes;
+    // The most that one write may carry, in whole units.
+    const auto most_units = std::min(limits_.max_bytes / unit, limits_.max_units);
+    out = {&piece, src + within_, dst + within_, 0, 0};
+
+    if (within_ > 0 || (piece.nbytes + unit - 1) / unit > most_units) {
+        // One fragment is too large for a write: cut at a multiple of the unit, so that the units still add up.
+        const auto left = piece.nbytes - within_;
+        const auto left_units = (left + unit - 1) / unit;
+        out.units = std::min(left_units, most_units);
+        out.nbytes = out.units == left_units ? left : out.units * unit;
+        within_ += out.nbytes;
+        if (within_ == piece.nbytes) {
+            within_ = 0;
+            advance();
+        }
+        return true;
+    }
+    const auto fragment_units = (piece.nbytes + unit - 1) / unit;
+    do {
+        out.nbytes += piece.nbytes;
+        out.units += fragment_units;
+        advance();
+        if (!at_fragment(src, dst) || &pieces_[piece_] != &piece) break;
+    } while (src == out.src_offset + out.nbytes && dst == out.dst_offset + out.nbytes &&
+             out.nbytes + piece.nbytes <= limits_.max_bytes && out.units + fragment_units <= limits_.max_units);
+    return true;
+}
+
+}  // namespace fkv

@@ -1,0 +1,70 @@
+// Turns a paged copy into single writes: merges neighbouring pages, splits what is too large, weighs each write.
+//
+// Pure functions over plain data: no NIC, no thread. Offsets are 64-bit throughout.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/region.h"
+
+namespace fkv {
+
+// Page i, row r: src_offset + src_pages[i] * src_stride + r * src_row_stride  ->  the same with dst; nbytes each.
+struct PagePiece {
+    std::shared_ptr<Region> src;
+    std::uint64_t src_offset;
+    std::uint64_t src_stride;
+    std::shared_ptr<const RemoteRegion> dst;
+    std::uint64_t dst_offset;
+    std::uint64_t dst_stride;
+    std::uint64_t nbytes;
+    std::vector<std::int64_t> src_pages;
+    std::vector<std::int64_t> dst_pages;
+    std::uint64_t rows = 1;
+    std::uint64_t src_row_stride = 0;
+    std::uint64_t dst_row_stride = 0;
+};
+
+// Throws Error(kConfig) naming the first value that leaves its region, with its unit and limit. Nothing has been
+// posted.
+void check_bounds(const PagePiece& piece);
+
+struct WriteLimits {
+    std::uint64_t max_bytes;   // of one write; at least one unit
+    std::uint64_t unit_bytes;  // writes are split at multiples of it
+    std::uint64_t max_units;   // that one write may stand for
+};
+
+struct PlannedWrite {
+    const PagePiece* piece;
+    std::uint64_t src_offset;
+    std::uint64_t dst_offset;
+    std::uint64_t nbytes;
+    std::uint64_t units;
+};
+
+// Walks the pieces in order and yields one write per run of fragments that are neighbours on both sides. The units of
+// all writes add up to the sum of ceil(nbytes / unit) over all fragments, however they were merged and split.
+class PageCursor {
+  public:
+    PageCursor() = default;
+    PageCursor(std::span<const PagePiece> pieces, WriteLimits limits);
+
+    bool next(PlannedWrite& out);
+
+  private:
+    bool at_fragment(std::uint64_t& src, std::uint64_t& dst);
+    void advance();
+
+    std::span<const PagePiece> pieces_;
+    WriteLimits limits_{};
+    std::size_t piece_ = 0;
+    std::size_t page_ = 0;
+    std::uint64_t row_ = 0;
+    std::uint64_t within_ = 0;  // bytes of the present fragment that are planned already
+};
+
+}  // namespace fkv

@@ -1,0 +1,80 @@
+#include "engine/rail.h"
+
+#include <algorithm>
+
+namespace fkv {
+
+Rail::Rail(std::unique_ptr<Nic> nic, std::size_t num_frames) : nic_(std::move(nic)) {
+    const auto num_receives = std::min(num_frames, nic_->info().rx_depth);
+    frames_.resize((num_receives + num_frames) * kFrameBytes);
+    if (nic_->info().local_mr) frames_mr_ = nic_->register_memory(frames_.data(), frames_.size());
+    ops_ = std::vector<Op>(nic_->info().tx_depth);
+    for (auto& op : ops_) {
+        op.next_free = free_ops_;
+        free_ops_ = &op;
+    }
+    receives_ = std::vector<Op>(num_receives);
+    for (std::size_t i = 0; i < num_receives; ++i) {
+        receives_[i].kind = Op::Kind::kRecv;
+        receives_[i].frame = &frames_[i * kFrameBytes];
+        unposted_.push_back(&receives_[i]);
+    }
+    for (std::size_t i = 0; i < num_frames; ++i) free_frames_.push_back(&frames_[(num_receives + i) * kFrameBytes]);
+    post_receives();
+}
+
+Rail::~Rail() {
+    // The NIC must not touch frames_ any more, and registrations must go before the domain.
+    nic_->close_endpoint();
+    frames_mr_.reset();
+}
+
+Op* Rail::take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes) {
+    Op* op = free_ops_;
+    if (!op) return nullptr;
+    free_ops_ = op->next_free;
+    op->kind = kind;
+    op->transfer = transfer;
+    op->nbytes = nbytes;
+    outstanding_bytes += nbytes;
+    ++outstanding_ops;
+    return op;
+}
+
+void Rail::free_op(Op* op) {
+    if (op->frame) free_frames_.push_back(op->frame);
+    op->frame = nullptr;
+    op->transfer = nullptr;
+    op->kind = Op::Kind::kFree;
+    op->next_free = free_ops_;
+    free_ops_ = op;
+    outstanding_bytes -= op->nbytes;
+    --outstanding_ops;
+}
+
+std::byte* Rail::take_frame() {
+    if (free_frames_.empty()) return nullptr;
+    auto* frame = free_frames_.back();
+    free_frames_.pop_back();
+    return frame;
+}
+
+PostResult Rail::post_frame(Op* op, PeerAddress peer) {
+    return nic_->post_send({op->frame, frames_desc(), op->nbytes, peer, &op->context});
+}
+
+void Rail::post_receives() {
+    while (!unposted_.empty()) {
+        auto* recv = unposted_.back();
+        if (nic_->post_recv({recv->frame, frames_desc(), kFrameBytes, 0, &recv->context}) != PostResult::kOk) return;
+        unposted_.pop_back();
+    }
+}
+
+bool Rail::repost(Op* recv) {
+    unposted_.push_back(recv);
+    post_receives();
+    return unposted_.empty();
+}
+
+}  // namespace fkv

@@ -1,0 +1,85 @@
+// One NIC of a group with its operation contexts, its posted receives and its figures.
+//
+// Owns:     the NIC, and every buffer that the NIC may touch on its own account (message frames).
+// Threads:  the group's progress thread only, except the figures, which anyone may read.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "engine/message.h"
+#include "engine/transfer.h"
+#include "fabric/nic.h"
+
+namespace fkv {
+
+// A posted operation. `context` comes first: the NIC hands back its address.
+struct Op {
+    enum class Kind : std::uint8_t { kFree, kWrite, kMessage, kPing, kRecv };
+    OpContext context;
+    Kind kind = Kind::kFree;
+    Transfer* transfer = nullptr;
+    std::byte* frame = nullptr;  // kMessage, kPing and kRecv: the frame buffer in use
+    std::uint64_t nbytes = 0;
+    Op* next_free = nullptr;
+};
+
+struct RailStats {
+    std::atomic<std::uint64_t> ops{0}, bytes{0}, completions{0}, again{0}, errors{0}, imms{0}, messages{0};
+
+    // Written by one thread: a plain load and store is enough and costs no locked instruction.
+    static void add(std::atomic<std::uint64_t>& value, std::uint64_t n) {
+        value.store(value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    }
+};
+
+class Rail {
+  public:
+    Rail(std::unique_ptr<Nic> nic, std::size_t num_frames);
+    ~Rail();
+
+    Nic& nic() { return *nic_; }
+    const NicInfo& info() const { return nic_->info(); }
+
+    // Null when tx_depth operations are in flight.
+    Op* take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes);
+    void free_op(Op* op);
+
+    // Frame buffers for outgoing messages; null when all are in flight.
+    std::byte* take_frame();
+    void give_frame(std::byte* frame) { free_frames_.push_back(frame); }
+    PostResult post_frame(Op* op, PeerAddress peer);
+
+    // Posts the receives that the engine starts with, and posts one again after its frame was handled.
+    void post_receives();
+    bool repost(Op* recv);
+
+    // Closes the endpoint; every operation in flight counts as retired afterwards.
+    void close_endpoint() { nic_->close_endpoint(); }
+
+    // Calls fn(op) for each operation in flight.
+    template <typename Fn>
+    void for_each_in_flight(Fn&& fn) {
+        for (auto& op : ops_)
+            if (op.kind != Op::Kind::kFree) fn(op);
+    }
+
+    std::uint64_t outstanding_bytes = 0;
+    std::uint32_t outstanding_ops = 0;
+    RailStats stats;
+
+  private:
+    void* frames_desc() const { return frames_mr_ ? frames_mr_->local_desc() : nullptr; }
+
+    std::unique_ptr<Nic> nic_;
+    std::vector<std::byte> frames_;  // receive frames first, then send frames
+    std::unique_ptr<MemoryHandle> frames_mr_;
+    std::vector<Op> ops_;
+    std::vector<Op> receives_;
+    std::vector<Op*> unposted_;  // receives that the NIC had no room for
+    std::vector<std::byte*> free_frames_;
+    Op* free_ops_ = nullptr;
+};
+
+}  // namespace fkv

@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cache import CacheSpec as CacheSpec
     from .config import Bounds as Bounds
     from .config import EngineOptions as EngineOptions
     from .engine import Engine as Engine
     from .errors import *  # noqa: F403
-    from .layout import CacheSpec as CacheSpec
     from .regions import CounterToken as CounterToken
     from .regions import RemoteRegion as RemoteRegion
     from .sharding import TransferPlan as TransferPlan
@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Bounds": "config",
-    "CacheSpec": "layout",
+    "CacheSpec": "cache",
     "Counter": "transfers",
     "CounterToken": "regions",
     "Engine": "engine",

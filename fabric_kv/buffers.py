@@ -62,8 +62,8 @@ def locate(buffer: Any) -> Buffer:
         view = memoryview(buffer)
     except TypeError:
         raise ConfigError(
-            f"{type(buffer).__name__} is not a buffer: expected a NumPy array, a DLPack or CUDA array, a bytes-like object, "
-            "or (address, nbytes, device)"
+            f"{type(buffer).__name__} is not a buffer: expected a NumPy array, a DLPack or CUDA array, "
+            "a bytes-like object, or (address, nbytes, device)"
         ) from None
     if view.readonly:
         raise ConfigError(

@@ -20,6 +20,7 @@ from .errors import ClosedError, InternalError, ProtocolError, TransferCancelled
 from .reassembly import Reassembly
 
 if TYPE_CHECKING:
+    from . import _native
     from .transfers import Counter, Transfer
 
 __all__ = ["Dispatcher"]
@@ -37,7 +38,7 @@ _POLL_S = 1.0
 class Dispatcher:
     """Owns the tables of open transfers and counters."""
 
-    def __init__(self, native: Any, lock: threading.Lock, options: EngineOptions) -> None:
+    def __init__(self, native: _native.Engine, lock: threading.Lock, options: EngineOptions) -> None:
         self._native = native
         self._lock = lock
         self._manual = options.dispatch == "manual"

@@ -33,7 +33,8 @@ def decode(magic: bytes, version: int, type_: type[T], data: bytes, *, what: str
     Raises
     ------
     ProtocolError
-        If ``data`` is longer than ``limit`` bytes, is something else, speaks another version, or does not fit ``type_``.
+        If ``data`` is longer than ``limit`` bytes, is something else, speaks another version, or does not fit
+        ``type_``.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ProtocolError(f"{what}: expected bytes, got {type(data).__name__}")

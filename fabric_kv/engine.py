@@ -3,7 +3,8 @@
 >>> with Engine(provider="tcp", nics=["127.0.0.1"]) as engine:
 ...     memory = engine.register(numpy.zeros((16, 4096), "u1"))
 ...     peer = engine.add_peer(their_address)
-...     engine.write_pages(peer, memory, their_region, [0, 5], [7, 2], page_bytes=4096, token=their_token).result(timeout=5)
+...     transfer = engine.write_pages(peer, memory, their_region, [0, 5], [7, 2], page_bytes=4096, token=their_token)
+...     transfer.result(timeout=5)
 
 Data moves on the engine's own C++ threads, whatever Python does. What ends is handed over by one Python thread, the
 dispatcher: callbacks and futures run there; exceptions in callbacks are logged, counted and stop nothing.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +28,21 @@ from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .regions import CounterToken, EngineAddress, RemoteRegion
 from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
 
+if TYPE_CHECKING:
+    from . import _native
+
 __all__ = ["Engine"]
 
 # How long close() lets posted operations end by themselves before it closes the endpoints under them.
 _DRAIN_S = 1.0
 
 
-def _close(native: Any, dispatcher: Dispatcher) -> None:
+def _close(native: _native.Engine, dispatcher: Dispatcher) -> None:
     native.close(_DRAIN_S)
     dispatcher.stop()
 
 
-def _load_native() -> Any:
+def _load_native() -> ModuleType:
     try:
         from . import _native
     except ImportError as error:
@@ -70,8 +75,8 @@ class Engine:
         libfabric provider: ``efa``, ``verbs``, ``tcp``, ``shm``... None takes any that drives a real RDMA NIC; software
         providers are used only when named.
     nics : sequence of str
-        The rails of the one device group: libfabric domain names (``rdmap0s6``, ``mlx5_0``, ``eth0``) or IP addresses. By
-        default the first one offered.
+        The rails of the one device group: libfabric domain names (``rdmap0s6``, ``mlx5_0``, ``eth0``) or IP addresses.
+        By default the first one offered.
     groups : sequence of sequence of str, optional
         Instead of ``nics``: the rails of each device group.
     cpus : sequence of sequence of int, optional
@@ -107,6 +112,7 @@ class Engine:
         if not rails or (cpus and len(cpus) != len(rails)):
             raise ConfigError(f"{len(rails)} groups, but cpus for {len(cpus)}")
         core = _load_native()
+        self._native: _native.Engine
         self._native, self._left_out = core.open_engine(
             provider=provider or "",
             groups=[(group, list(cpus[i]) if cpus else []) for i, group in enumerate(rails)],
@@ -200,7 +206,8 @@ class Engine:
         ----------
         address : bytes
         monitor : bool
-            Exchange heartbeats (both sides must ask for it) and report the peer to :meth:`on_peer_lost` when it falls silent.
+            Exchange heartbeats (both sides must ask for it) and report the peer to :meth:`on_peer_lost` when it falls
+            silent.
 
         Raises
         ------
@@ -290,14 +297,15 @@ class Engine:
         Raises
         ------
         ConfigError
-            If a page leaves its region (the message gives index, unit and limit), or a region belongs to another engine.
-            Nothing has been posted.
+            If a page leaves its region (the message gives index, unit and limit), or a region belongs to another
+            engine. Nothing has been posted.
         WouldBlockError
             If the group has ``max_transfers`` in flight. Nothing has been taken.
         ClosedError
             If the engine is closed or the peer was removed.
         """
-        native, keep, nbytes = [], [], 0
+        native: list[Any] = []
+        keep, nbytes = [], 0
         for piece in pieces:
             if piece.src._engine is not self:
                 raise ConfigError(f"{piece.src!r} was registered with another engine")
@@ -331,7 +339,8 @@ class Engine:
         """
         if len(payload) > self.options.max_message_bytes:
             raise ConfigError(
-                f"a message of {len(payload)} bytes is above the limit max_message_bytes={self.options.max_message_bytes}"
+                f"a message of {len(payload)} bytes is above the limit "
+                f"max_message_bytes={self.options.max_message_bytes}"
             )
         return self._track(
             Transfer(self, peer, len(payload), None), lambda: self._native.submit_message(peer._native, payload)
@@ -340,7 +349,8 @@ class Engine:
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
 
-        Messages that arrive while there is none are kept, within ``options.max_inbox_bytes``. Their order is not defined.
+        Messages that arrive while there is none are kept, within ``options.max_inbox_bytes``. Their order is not
+        defined.
         """
         self._dispatcher.set_on_message(fn)
 
@@ -405,7 +415,7 @@ class Engine:
 
     # -- for the objects that we hand out ------------------------------------------------------------------------------
 
-    def _track(self, transfer: Transfer, submit: Callable[[], Any]) -> Transfer:
+    def _track(self, transfer: Transfer, submit: Callable[[], _native.Transfer]) -> Transfer:
         with self._lock:
             if self.closed:
                 raise ClosedError("the engine is closed")

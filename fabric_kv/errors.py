@@ -110,7 +110,7 @@ class TopologyError(FabricKVError):
 class FabricError(FabricKVError):
     """A libfabric call failed. Fields ``op``, ``fi_errno`` (positive, fi_errno(3)), ``provider``, ``nic``."""
 
-    _fields = ("op", "fi_errno", "provider", "nic")
+    _fields: ClassVar[tuple[str, ...]] = ("op", "fi_errno", "provider", "nic")
 
 
 class RegistrationError(FabricError):
@@ -159,8 +159,8 @@ class TransferCancelledError(TransferError):
 class RequestError(FabricKVError):
     """A request of the messenger ended without its pages.
 
-    Fields ``request_id``, ``peer`` (epoch, hex), ``pages_clean`` (``True``: nothing can land in the pages any more, they
-    may be reused; ``False``: they may still be written and stay set aside), ``reason`` (a short stable word).
+    Fields ``request_id``, ``peer`` (epoch, hex), ``pages_clean`` (``True``: nothing can land in the pages any more,
+    they may be reused; ``False``: they may still be written and stay set aside), ``reason`` (a short stable word).
     """
 
     _fields = ("request_id", "peer", "pages_clean", "reason")

@@ -9,12 +9,15 @@ All of it travels as versioned, length-checked bytes; see :mod:`fabric_kv.encodi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from .encoding import decode, encode
+
+if TYPE_CHECKING:
+    from . import _native
 
 __all__ = ["CounterToken", "EngineAddress", "RemoteRegion"]
 
@@ -86,7 +89,7 @@ class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
         """Parse a peer's bytes; ProtocolError if they are anything else."""
         return decode(cls.MAGIC, cls.VERSION, cls, data, what="remote region", limit=cls.MAX_BYTES)
 
-    def native(self) -> Any:
+    def native(self) -> _native.RemoteRegion:
         """The object that the C++ core takes."""
         from . import _native
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from . import _native
     from .engine import Engine
 
 __all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Transfer"]
@@ -30,7 +31,7 @@ class Peer:
 
     __slots__ = ("_native", "epoch")
 
-    def __init__(self, native: Any, epoch: bytes) -> None:
+    def __init__(self, native: _native.Peer, epoch: bytes) -> None:
         self._native = native
         self.epoch = epoch
 
@@ -44,7 +45,7 @@ class MemoryRegion:
     It holds a reference to the buffer. Made by :meth:`Engine.register`; a context manager that deregisters.
     """
 
-    def __init__(self, engine: Engine, native: Any, owner: object, remote: RemoteRegion) -> None:
+    def __init__(self, engine: Engine, native: _native.Region, owner: object, remote: RemoteRegion) -> None:
         self._engine = engine
         self._native = native
         self._owner = owner
@@ -102,15 +103,15 @@ class PagePiece(NamedTuple):
 class Transfer(Completion[None]):
     """One submission on its way.
 
-    It ends once, when every operation that was posted for it is retired: done, failed (:class:`TransferError`), cancelled
-    (:class:`TransferCancelledError`) or closed (:class:`ClosedError`). Until then its memory is in use, also after a wait
-    for it has timed out.
+    It ends once, when every operation that was posted for it is retired: done, failed (:class:`TransferError`),
+    cancelled (:class:`TransferCancelledError`) or closed (:class:`ClosedError`). Until then its memory is in use, also
+    after a wait for it has timed out.
     """
 
     def __init__(self, engine: Engine, peer: Peer, nbytes: int, keep: object) -> None:
         super().__init__()
         self._engine = engine
-        self._native: Any = None
+        self._native: _native.Transfer  # set while submitting
         self._keep = keep  # the regions, until the end
         self.peer = peer
         self.nbytes = nbytes
@@ -169,8 +170,8 @@ class Counter(Completion[None]):
         Parameters
         ----------
         quiescent : bool, optional
-            Whether it is certain that no write of this counter can arrive any more. By default that is so if the counter
-            has fired. Without that certainty the slot is poisoned: never used again while the engine lives.
+            Whether it is certain that no write of this counter can arrive any more. By default that is so if the
+            counter has fired. Without that certainty the slot is poisoned: never used again while the engine lives.
         """
         self._engine._release(self, quiescent)
 

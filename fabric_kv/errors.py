@@ -193,7 +193,12 @@ class ProtocolError(FabricKVError):
 
 
 class ClosedError(FabricKVError):
-    """The object was closed by its owner."""
+    """The object was closed by its owner.
+
+    Field ``pages_clean``, of a request of the messenger: as in RequestError.
+    """
+
+    _fields = ("pages_clean",)
 
 
 class InternalError(FabricKVError):

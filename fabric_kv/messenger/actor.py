@@ -1,0 +1,241 @@
+"""One thread that owns a messenger's state: an inbox of commands and a heap of timers.
+
+>>> actor = Actor("fabric_kv-decode"); actor.start()
+>>> actor.post(lambda: print("on the actor's thread"))
+>>> actor.stop(timeout=1.0)
+
+Everything that happens to a messenger, be it a message, a fired counter, a user's call or a deadline, runs here one
+after the other, so its state needs no locks. :class:`ManualActor` has no thread and a clock that tests turn by hand.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import ConfigError, InternalError
+
+__all__ = ["Actor", "ManualActor", "Timer"]
+
+T = TypeVar("T")
+Command = Callable[[], None]
+
+_log = logging.getLogger("fabric_kv.messenger")
+
+# The longest sleep without a timer. Only a bound: commands wake the thread at once.
+_IDLE_S = 60.0
+
+
+class Timer:
+    """A command that will run once, unless cancelled before (on the actor's thread)."""
+
+    __slots__ = ("_actor", "command")
+
+    def __init__(self, actor: Actor, command: Command) -> None:
+        self._actor = actor
+        self.command: Command | None = command
+
+    def cancel(self) -> None:
+        """Do nothing when due."""
+        if self.command is not None:
+            self.command = None
+            self._actor._num_cancelled += 1
+
+
+class Actor:
+    """Runs commands one at a time on a thread of its own.
+
+    Threads: ``post``, ``call`` and ``stop`` from any; ``after`` from the actor's own. Commands must not block; what
+    they raise is logged and counted in ``num_errors``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._num_cancelled = 0  # Timers in the heap that will do nothing.
+        self._sequence = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ended = False
+        self._late_lock = threading.RLock()  # Guards commands that come after the thread's end, and the next flag.
+        self._late_running = False
+        self.num_errors = 0
+
+    def now(self) -> float:
+        """Seconds on the clock of the timers."""
+        return time.monotonic()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on the actor's thread."""
+        return self._thread is not None and threading.current_thread() is self._thread
+
+    def post(self, command: Command) -> None:
+        """Run ``command`` soon. After the end of the thread it runs on the caller's, still one at a time."""
+        self._inbox.put(command)
+        if self._ended:
+            self._run_late()
+
+    def call(self, function: Callable[[], T], timeout: float) -> T:
+        """Run ``function`` on the actor's thread and return what it returns or raises.
+
+        Raises
+        ------
+        InternalError
+            If the thread does not get to it within ``timeout`` seconds: some callback blocks it.
+        """
+        if self.is_current:
+            return function()
+        done = threading.Event()
+        outcome: list[T] = []
+        errors: list[BaseException] = []
+
+        def command() -> None:
+            try:
+                outcome.append(function())
+            except BaseException as error:  # noqa: BLE001  (it is raised where call() was called)
+                errors.append(error)
+            done.set()
+
+        self.post(command)
+        if not done.wait(timeout):
+            raise InternalError(f"thread {self._name} did not answer within {timeout:g} s. Hint: a callback blocks it")
+        if errors:
+            raise errors[0]
+        return outcome[0]
+
+    def after(self, delay_s: float, command: Command) -> Timer:
+        """Run ``command`` in ``delay_s`` seconds."""
+        if self._num_cancelled > 64 and 2 * self._num_cancelled > len(self._timers):
+            # Deadlines lie far ahead and most are cancelled: without this the heap would keep them all.
+            self._timers = [entry for entry in self._timers if entry[2].command is not None]
+            heapq.heapify(self._timers)
+            self._num_cancelled = 0
+        timer = Timer(self, command)
+        heapq.heappush(self._timers, (self.now() + delay_s, next(self._sequence), timer))
+        return timer
+
+    def stop(self, timeout: float) -> None:
+        """Run what is in the inbox, then end the thread; timers that are not due are dropped."""
+        if self.is_current:
+            raise ConfigError(f"thread {self._name} cannot wait for its own end")
+        self.post(self._begin_stop)
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise InternalError(f"thread {self._name} did not end within {timeout:g} s")
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                command = self._inbox.get(timeout=self._until_next_timer())
+            except queue.Empty:
+                pass
+            else:
+                self._execute(command)
+            self._run_due_timers()
+        self._ended = True
+        self._run_late()
+
+    def _run_late(self) -> None:
+        with self._late_lock:
+            if self._late_running:
+                return  # Called from within a late command; the loop below gets to it.
+            self._late_running = True
+            try:
+                while True:
+                    self._execute(self._inbox.get_nowait())
+            except queue.Empty:
+                pass
+            finally:
+                self._late_running = False
+
+    def _until_next_timer(self) -> float:
+        while self._timers and self._timers[0][2].command is None:
+            heapq.heappop(self._timers)
+            self._num_cancelled -= 1
+        return min(_IDLE_S, max(0.0, self._timers[0][0] - self.now())) if self._timers else _IDLE_S
+
+    def _run_due_timers(self) -> None:
+        now = self.now()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            command, timer.command = timer.command, None
+            if command is None:
+                self._num_cancelled -= 1
+            else:
+                self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        try:
+            command()
+        except Exception:  # noqa: BLE001  (one bad command must not end the thread)
+            self.num_errors += 1
+            _log.exception("a command on thread %s failed", self._name)
+
+
+class ManualActor(Actor):
+    """An actor without a thread, for tests: commands wait until ``run`` and time passes only in ``advance``.
+
+    Simulations that share one clock pass the same one-element list as ``clock``.
+    """
+
+    def __init__(self, name: str = "manual", clock: list[float] | None = None) -> None:
+        super().__init__(name)
+        self._clock = [0.0] if clock is None else clock
+
+    def now(self) -> float:
+        """Seconds on the shared clock."""
+        return self._clock[0]
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    @property
+    def is_current(self) -> bool:
+        """False: nothing waits for a manual actor, so nothing can deadlock."""
+        return False
+
+    def call(self, function: Callable[[], T], timeout: float) -> T:
+        """Run ``function`` here and now."""
+        return function()
+
+    def stop(self, timeout: float) -> None:
+        """Run what is in the inbox; later commands run where they are posted."""
+        while self.run():
+            pass
+        self._ended = True
+
+    def run(self, limit: int | None = None) -> int:
+        """Run up to ``limit`` waiting commands and all due timers; how many commands ran."""
+        count = 0
+        while limit is None or count < limit:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            self._execute(command)
+            count += 1
+        self._run_due_timers()
+        return count
+
+    @property
+    def next_timer(self) -> float | None:
+        """When the next timer is due, on the shared clock."""
+        self._until_next_timer()
+        return self._timers[0][0] if self._timers else None

@@ -1,0 +1,206 @@
+"""Posting prepared writes from any thread without waiting, and keeping those that did not fit for later.
+
+>>> poster.post(submissions)       # on the thread that ran the layer: what the engine has no room for is kept
+>>> poster.retry()                 # on the actor's thread, when a transfer has ended
+
+One lock guards what the posting threads and the actor share: a request's machine, its open transfers, the backlog.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import FabricKVError, TransferCancelledError, WouldBlockError
+from .actor import Actor
+from .serve import Serve, ServeEffect, ServeEvent, serve_step
+from .state import Posted
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..regions import CounterToken, RemoteRegion
+    from ..transfers import PagePiece, Peer, Transfer
+    from .tail import TailPool
+
+__all__ = ["Outflow", "Poster", "Submission", "TailSubmission", "may_still_land"]
+
+
+class Outflow:
+    """The writes of one request; guarded by the poster's lock."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.serve = Serve()
+        self.open: set[Transfer] = set()
+
+
+class Submission:
+    """One call of ``engine.submit``: pieces for one decode rank."""
+
+    __slots__ = ("outflow", "pieces", "token")
+
+    def __init__(self, outflow: Outflow, pieces: Sequence[PagePiece], token: CounterToken) -> None:
+        self.outflow = outflow
+        self.pieces = pieces
+        self.token = token
+
+
+class TailSubmission:
+    """The write of one tail; it takes a slot of this side's pool when it is posted."""
+
+    __slots__ = ("dst", "dst_offset", "header", "outflow", "payload", "token")
+
+    def __init__(
+        self,
+        outflow: Outflow,
+        header: bytes,
+        payload: NDArray[np.uint8],
+        dst: RemoteRegion,
+        dst_offset: int,
+        token: CounterToken,
+    ) -> None:
+        self.outflow = outflow
+        self.header = header
+        self.payload = payload
+        self.dst = dst
+        self.dst_offset = dst_offset
+        self.token = token
+
+
+class Poster:
+    """Hands submissions to the engine, in order of arrival.
+
+    Parameters
+    ----------
+    on_retired : callable (outflow, error or None)
+        Called on the actor's thread when a transfer has ended; the poster then tries its backlog again.
+    on_refused : callable (outflow, error)
+        Called on the actor's thread when the engine refused a submission for another reason than a full queue.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        engine: Engine,
+        tails: TailPool | None,
+        on_retired: Callable[[Outflow, BaseException | None], None],
+        on_refused: Callable[[Outflow, BaseException], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self._actor = actor
+        self._engine = engine
+        self._tails = tails
+        self._on_retired = on_retired
+        self._on_refused = on_refused
+        self._backlog: deque[Submission] = deque()
+        self._tail_backlog: deque[TailSubmission] = deque()  # Of its own: a tail may wait for a slot, pages do not.
+
+    @property
+    def num_waiting(self) -> int:
+        """Submissions in the backlog."""
+        return len(self._backlog) + len(self._tail_backlog)
+
+    def apply(self, outflow: Outflow, event: ServeEvent) -> tuple[ServeEffect, ...]:
+        """Step the request's machine."""
+        with self.lock:
+            outflow.serve, effects = serve_step(outflow.serve, event)
+        return effects
+
+    def post(self, submissions: Iterable[Submission]) -> bool:
+        """Post what the engine takes and keep the rest; False if something is kept. Never blocks."""
+        with self.lock:
+            self._backlog.extend(submissions)
+            return self.retry()
+
+    def post_tail(self, submission: TailSubmission) -> bool:
+        """Post a tail, or keep it until there is room and a slot; False if something is kept. Never blocks."""
+        with self.lock:
+            self._tail_backlog.append(submission)
+            return self.retry()
+
+    def retry(self) -> bool:
+        """Try the backlog again; False if something is left."""
+        with self.lock:
+            while self._backlog and self._post_pages(self._backlog[0]):
+                self._backlog.popleft()
+            while self._tail_backlog and self._post_tail(self._tail_backlog[0]):
+                self._tail_backlog.popleft()
+            return not self.num_waiting
+
+    def stop(self, outflow: Outflow) -> None:
+        """Forget what is not posted and cancel what is: each transfer ends when its posted operations are retired."""
+        with self.lock:
+            # Posting them would be skipped anyway; a backlog that does not move must not keep them alive.
+            self._backlog = deque(item for item in self._backlog if item.outflow is not outflow)
+            self._tail_backlog = deque(item for item in self._tail_backlog if item.outflow is not outflow)
+            transfers = list(outflow.open)
+        for transfer in transfers:
+            transfer.cancel()
+
+    def _post_pages(self, item: Submission) -> bool:
+        return self._try_post(
+            item.outflow, lambda: self._engine.submit(item.outflow.peer, item.pieces, token=item.token), slot=None
+        )
+
+    def _post_tail(self, item: TailSubmission) -> bool:
+        tails = self._tails
+        assert tails is not None
+        if not item.outflow.serve.may_post:
+            return True
+        try:
+            slot = tails.acquire()
+        except WouldBlockError:
+            return False
+        tails.fill(slot, item.header, item.payload)
+
+        def write() -> Transfer:
+            offset, nbytes = slot * tails.slot_bytes, tails.write_bytes
+            peer = item.outflow.peer
+            return self._engine.write(peer, tails.region, offset, item.dst, item.dst_offset, nbytes, token=item.token)
+
+        return self._try_post(item.outflow, write, slot)
+
+    def _try_post(self, outflow: Outflow, call: Callable[[], Transfer], slot: int | None) -> bool:
+        """False if the engine is full; True if the submission needs no further attempt."""
+        if not outflow.serve.may_post:
+            return True
+        try:
+            transfer = call()
+        except WouldBlockError:
+            self._free_slot(slot)
+            return False
+        except FabricKVError as error:
+            self._free_slot(slot)
+            self._actor.post(partial(self._on_refused, outflow, error))
+            return True
+        outflow.serve, _ = serve_step(outflow.serve, Posted())
+        outflow.open.add(transfer)
+        transfer.add_done_callback(lambda ended: self._actor.post(partial(self._retired, outflow, slot, ended)))
+        return True
+
+    def _free_slot(self, slot: int | None) -> None:
+        if slot is not None and self._tails is not None:
+            self._tails.release(slot)
+
+    def _retired(self, outflow: Outflow, slot: int | None, transfer: Transfer) -> None:
+        with self.lock:
+            outflow.open.discard(transfer)
+        self._free_slot(slot)
+        self._on_retired(outflow, transfer.exception(0))
+        self.retry()
+
+
+def may_still_land(error: BaseException) -> bool:
+    """Whether bytes of a failed transfer may yet arrive over there.
+
+    A cancelled transfer has no operation of unknown outcome: those posted have landed, the others never will. After
+    any other error the outcome of the operation that failed is unknown: the sender cannot tell whether its bytes wait
+    somewhere on the way.
+    """
+    return not isinstance(error, TransferCancelledError)

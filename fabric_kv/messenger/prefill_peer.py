@@ -1,0 +1,232 @@
+"""Prefill engines as the decode side knows them: the handshake, and what is open towards each.
+
+>>> peer = decode.connect(address, timeout=5.0)      # PeerUnreachableError, PlanError
+>>> peer.alive, peer.plan.explain()
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..cache import CacheSpec
+from ..config import Bounds
+from ..errors import ClosedError, ConfigError, FabricKVError, PeerUnreachableError, PlanError, ProtocolError
+from ..placement import SourcePicker
+from ..regions import EngineAddress
+from ..sharding import TransferPlan, plan_transfer
+from . import wire
+from .actor import Actor, Timer
+from .base import Messenger
+from .peers import Link, check_spec
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..transfers import MemoryRegion
+    from .requests import Fetching
+    from .tail import TailPool
+
+__all__ = ["DecodePeers", "PrefillPeer"]
+
+
+class PrefillPeer:
+    """A prefill engine that has answered a handshake. Another incarnation of it is another peer.
+
+    Attributes
+    ----------
+    epoch : bytes
+        The incarnation.
+    plan : TransferPlan
+        How its cache maps onto this side's.
+    """
+
+    plan: TransferPlan
+    _picker: SourcePicker
+
+    def __init__(self, link: Link, session: int) -> None:
+        self.epoch: bytes = link.peer.epoch
+        self._link = link
+        self._session = session
+        self._next_generation = session
+        self._open: dict[int, Fetching] = {}
+        self._gone: str | None = None  # Why no request can be sent any more.
+        self._waiters: list[concurrent.futures.Future[PrefillPeer]] = []
+        self._greeted = False
+        self._timer: Timer | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be submitted to it: it has neither been lost nor said goodbye."""
+        return self._greeted and self._gone is None
+
+    def __repr__(self) -> str:
+        return f"<PrefillPeer {self.epoch.hex()[:8]} {'alive' if self.alive else self._gone or 'not greeted'}>"
+
+
+class DecodePeers(Messenger):
+    """The part of the decode messenger that finds and loses peers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: CacheSpec,
+        regions: Sequence[Sequence[MemoryRegion]],
+        tail: TailPool | None,
+        bounds: Bounds,
+        actor: Actor | None,
+    ) -> None:
+        check_spec(spec, regions)
+        super().__init__(engine, bounds, actor, "decode")
+        self._spec = spec
+        self._regions = [list(rank) for rank in regions]
+        self._tails = tail
+        self._peers: dict[bytes, PrefillPeer] = {}
+        self._last_number = 0  # The highest generation so far.
+
+    def connect(self, address: bytes, timeout: float | None = None) -> PrefillPeer:
+        """Shake hands with a prefill engine. Idempotent: an engine that is connected is returned at once.
+
+        Parameters
+        ----------
+        address : bytes
+            ``Engine.address`` of the prefill side, from wherever addresses are kept.
+        timeout : float, optional
+            Seconds until it must have answered; ``Bounds.handshake_s`` by default.
+
+        Raises
+        ------
+        ProtocolError
+            If these are no address bytes, or the peer speaks another version.
+        PeerUnreachableError
+            If it did not answer in time, is another incarnation than the address says, or refuses peers.
+        PlanError
+            If the two caches cannot be mapped onto each other; shows both, field by field.
+        ClosedError
+            If this messenger is closing.
+        """
+        if self._actor.is_current:
+            raise ConfigError("connect() was called on the messenger's own thread, which would wait for itself")
+        bound = self._bounds.handshake_s if timeout is None else timeout
+        future = self._begin_connect(address, bound)
+        try:
+            return future.result(bound)
+        except concurrent.futures.TimeoutError:
+            if future.done() and (error := future.exception()) is not None:
+                raise error from None
+            raise _unreachable(address, f"it did not answer within {bound:g} s") from None
+
+    def _begin_connect(self, address: bytes, bound: float) -> concurrent.futures.Future[PrefillPeer]:
+        epoch = EngineAddress.from_bytes(address).epoch
+        if epoch == self._engine.epoch:
+            raise ConfigError("the address is this engine's own")
+        future: concurrent.futures.Future[PrefillPeer] = concurrent.futures.Future()
+        self._actor.post(partial(self._connect, address, epoch, bound, future))
+        return future
+
+    # --- On the actor's thread ----------------------------------------------------------------------------------------
+
+    def _connect(
+        self, address: bytes, epoch: bytes, bound: float, future: concurrent.futures.Future[PrefillPeer]
+    ) -> None:
+        if self._closing:
+            future.set_exception(ClosedError("the messenger is closing"))
+            return
+        known = self._peers.get(epoch)
+        if known is not None:
+            if known._gone is not None:
+                future.set_exception(_unreachable(address, known._gone))
+            elif known._greeted:
+                future.set_result(known)
+            else:
+                known._waiters.append(future)
+            return
+        try:
+            native = self._engine.add_peer(address, monitor=True)
+            session = max(self._last_number + 1, int(self._actor.now() * 1e9))
+            link = Link(
+                self._actor,
+                self._engine,
+                native,
+                on_broken=partial(self._on_peer_lost, epoch),
+                on_idle=self._advance_close,
+            )
+            hello = wire.Hello(
+                session=session,
+                address=self._engine.address,
+                peer_epoch=epoch,
+                spec=self._spec.to_bytes(),
+                regions=[[region.remote.to_bytes() for region in rank] for rank in self._regions],
+                tail=None if self._tails is None else self._tails.geometry(),
+            )
+        except FabricKVError as error:
+            future.set_exception(error)
+            return
+        self._last_number = session
+        peer = self._peers[epoch] = PrefillPeer(link, session)
+        peer._waiters.append(future)
+        expired = _unreachable(address, f"it did not answer within {bound:g} s")
+        peer._timer = self._actor.after(bound, partial(self._give_up, peer, expired))
+        link.send(hello)
+
+    def _on_reply(self, peer: PrefillPeer, reply: wire.HelloReply) -> None:
+        if peer._greeted or reply.session != peer._session:
+            self._counts["late"] += 1
+            return
+        try:
+            if reply.refusal == "incompatible":
+                raise PlanError(f"the prefill side {peer.epoch.hex()[:8]} refused the handshake: {reply.reason}")
+            if reply.refusal is not None:
+                raise PeerUnreachableError(
+                    f"the prefill side {peer.epoch.hex()[:8]} refused the handshake: {reply.reason}",
+                    peer=peer.epoch.hex(),
+                )
+            peer.plan = plan_transfer(CacheSpec.from_bytes(reply.spec), self._spec)
+            peer._picker = SourcePicker(peer.plan.num_source_sets)
+        except FabricKVError as error:
+            self._give_up(peer, error)
+            return
+        peer._greeted = True
+        self._answer(peer, None)
+
+    def _give_up(self, peer: PrefillPeer, error: FabricKVError) -> None:
+        """End a handshake without success; nothing of the peer is kept."""
+        if not peer._greeted and self._peers.get(peer.epoch) is peer:
+            self._drop(peer, str(error))
+            self._answer(peer, error)
+
+    def _answer(self, peer: PrefillPeer, error: FabricKVError | None) -> None:
+        if peer._timer is not None:
+            peer._timer.cancel()
+        waiters, peer._waiters = peer._waiters, []
+        for future in waiters:
+            if error is None:
+                future.set_result(peer)
+            else:
+                future.set_exception(error)
+
+    def _drop(self, peer: PrefillPeer, reason: str) -> None:
+        """Forget a peer: no message comes from it or goes to it any more."""
+        peer._gone = reason
+        peer._link.close()
+        if self._peers.get(peer.epoch) is peer:
+            del self._peers[peer.epoch]
+            self._remove_peer(peer._link)
+
+    def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
+        peer = self._peers.get(epoch)
+        if peer is not None:
+            self._give_up(peer, ProtocolError(str(error), peer=epoch.hex()))
+
+    def _links(self) -> list[Link]:
+        return [peer._link for peer in self._peers.values()]
+
+    def _send_goodbyes(self) -> None:
+        for peer in list(self._peers.values()):
+            peer._link.send(wire.Goodbye(peer._session, quiescent=True))
+
+
+def _unreachable(address: bytes, reason: str) -> PeerUnreachableError:
+    epoch = EngineAddress.from_bytes(address).epoch.hex()
+    return PeerUnreachableError(f"cannot connect to the prefill engine {epoch[:8]}: {reason}", peer=epoch)

@@ -1,0 +1,153 @@
+"""The prefill side's dealings with peers: greeting, refusing, losing them.
+
+>>> PrefillMessenger(engine, spec, regions, scheduler).state()["peers"]      # PrefillMessenger builds on this
+
+A peer is known by the epoch of its engine; messages of any other epoch but Hello are counted and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..cache import CacheSpec
+from ..config import Bounds
+from ..errors import FabricKVError, ProtocolError
+from ..regions import EngineAddress
+from . import wire
+from .actor import Actor
+from .base import Messenger
+from .peers import Link, check_spec
+from .serve import ServeEvent
+from .serving import Serving
+from .sessions import Refusal, Session
+from .state import PeerLost
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..transfers import MemoryRegion
+    from .tail import TailPool
+
+__all__ = ["PrefillSessions"]
+
+_log = logging.getLogger("fabric_kv.messenger")
+
+# Keeps what peers can make us hold bounded; beyond it a Hello is refused with the number.
+MAX_PEERS = 4096
+
+
+class PrefillSessions(Messenger):
+    """The part of the prefill messenger that finds and loses peers; all on the actor's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: CacheSpec,
+        regions: Sequence[Sequence[MemoryRegion]],
+        tail: TailPool | None,
+        bounds: Bounds,
+        actor: Actor | None,
+    ) -> None:
+        check_spec(spec, regions)
+        super().__init__(engine, bounds, actor, "prefill")
+        self._spec = spec
+        self._regions = [list(rank) for rank in regions]
+        self._tails = tail
+        self._sessions: dict[bytes, Session] = {}
+        self._parting: list[Link] = []  # Links that carry one last message.
+
+    def _apply(self, serving: Serving, event: ServeEvent) -> None:
+        raise NotImplementedError
+
+    def _on_hello(self, epoch: bytes, hello: wire.Hello) -> None:
+        old = self._sessions.get(epoch)
+        if old is not None and hello.session <= old.number:
+            self._counts["late"] += 1  # A duplicate: it was answered.
+            return
+        if old is not None:
+            # Decode gave the old session up, or it would not have begun a new one.
+            self._lose(old, "the decode side began a new session")
+        link = self._open_link(epoch, hello.address)
+        if link is None:
+            return
+        try:
+            if hello.peer_epoch != self._engine.epoch:
+                raise Refusal("other_incarnation", "the address is that of an engine which is no more")
+            if self._closing:
+                raise Refusal("closing", "the prefill side is closing")
+            if len(self._sessions) >= MAX_PEERS:
+                raise Refusal("too_many_peers", f"the prefill side serves {MAX_PEERS} decode engines already")
+            session = Session.greet(hello, link, spec=self._spec, tails=self._tails)
+        except Refusal as refusal:
+            self._counts["refused_hellos"] += 1
+            self._part(link, wire.HelloReply(hello.session, refusal.kind, str(refusal)[: wire.MAX_REASON_CHARS]))
+            return
+        self._sessions[epoch] = session
+        link.send(wire.HelloReply(hello.session, spec=self._spec.to_bytes()))
+
+    def _open_link(self, epoch: bytes, address: bytes) -> Link | None:
+        try:
+            named = EngineAddress.from_bytes(address).epoch
+            if named != epoch:
+                raise ProtocolError(f"it names engine {named.hex()}")
+            peer = self._engine.add_peer(address, monitor=True)
+        except FabricKVError as error:
+            self._counts["malformed"] += 1
+            _log.warning("dropped a Hello from %s: its address cannot be used: %s", epoch.hex(), error)
+            return None
+        broken = partial(self._on_link_broken, epoch)
+        return Link(self._actor, self._engine, peer, on_broken=broken, on_idle=partial(self._on_idle, epoch))
+
+    def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
+        """Answer a Hello of another version: our reply's version byte tells the sender what we speak."""
+        hello = error.hello
+        if hello is None or epoch in self._sessions:
+            return
+        link = self._open_link(epoch, hello.address)
+        if link is not None:
+            self._part(link, wire.HelloReply(hello.session, "incompatible", str(error)))
+
+    def _part(self, link: Link, message: wire.Message) -> None:
+        """Send one last message to a peer without a session, then forget it."""
+        self._parting.append(link)
+        link.send(message)
+
+    def _on_idle(self, epoch: bytes) -> None:
+        for link in [link for link in self._parting if link.peer.epoch == epoch and link.idle]:
+            self._parting.remove(link)
+            link.close()
+            if epoch not in self._sessions:
+                self._remove_peer(link)
+        self._advance_close()
+
+    def _on_link_broken(self, epoch: bytes, reason: str) -> None:
+        session = self._sessions.get(epoch)
+        if session is not None:
+            self._lose(session, reason)
+        self._on_idle(epoch)
+
+    def _on_peer_lost(self, epoch: bytes, reason: str) -> None:
+        session = self._sessions.get(epoch)
+        if session is not None:
+            self._counts["peers_lost"] += 1
+            self._lose(session, reason)
+
+    def _lose(self, session: Session, reason: str) -> None:
+        """End a session: its requests end as their writes retire."""
+        if self._sessions.get(session.epoch) is session:
+            del self._sessions[session.epoch]
+        session.link.close()
+        for serving in list(session.open.values()):
+            self._apply(serving, PeerLost(reason))
+        # After the transfers were cancelled: what is posted to a dead peer retires when its connection goes.
+        self._remove_peer(session.link)
+        self._advance_close()
+
+    def _links(self) -> list[Link]:
+        return [*(session.link for session in self._sessions.values()), *self._parting]
+
+    def _send_goodbyes(self) -> None:
+        for session in list(self._sessions.values()):
+            session.link.send(wire.Goodbye(session.number, quiescent=not session.open))

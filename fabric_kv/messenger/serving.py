@@ -1,0 +1,181 @@
+"""One accepted request on the prefill side, and the writes that its chunks turn into.
+
+>>> serving.check_chunk(chunk, begin=serving.next_token)
+>>> for layer, submission in serving.plan_chunk(chunk, regions): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    FabricKVError,
+    PeerLostError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from ..transfers import PagePiece
+from .actor import Timer
+from .posting import Outflow, Submission
+from .scheduler import Chunk, PrefillRequest
+from .state import ServeState
+
+if TYPE_CHECKING:
+    from ..regions import CounterToken
+    from ..transfers import MemoryRegion
+    from .sessions import Session
+
+__all__ = ["Serving", "error_of"]
+
+
+class Serving(Outflow):
+    """A request, where its pages go, and how far it is.
+
+    ``next_token`` and ``finished`` are guarded by the poster's lock, like the rest of Outflow; other fields do not
+    change, or belong to the actor.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request: PrefillRequest,
+        dst_pages: list[NDArray[np.int64]],
+        tokens: list[CounterToken | None],
+        tail_slot: int | None,
+    ) -> None:
+        super().__init__(session.link.peer)
+        self.session = session
+        self.request = request
+        self.tokens = tokens
+        self.tail_slot = tail_slot
+        self.dst_pages = dst_pages
+        self.next_token: int | None = None
+        self.last_chunk_seen = False
+        self.finished = False
+        self.deadline: Timer | None = None
+
+    @property
+    def key_text(self) -> str:
+        """For messages."""
+        return f"request {self.request.key}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """For ``state()``."""
+        key, serve = self.request.key, self.serve
+        return {
+            "request_id": key.request_id,
+            "state": serve.phase.name,
+            "peer": key.epoch.hex(),
+            "generation": key.generation,
+            "tokens": self.request.num_tokens,
+            "tokens_planned": self.next_token or 0,
+            "writes_in_flight": serve.in_flight,
+            "writes_waiting": serve.planned - serve.posted,
+        }
+
+    def check_chunk(self, chunk: Chunk, next_token: int | None) -> None:
+        """Raise ConfigError unless the chunk follows the one that ended at ``next_token`` (None: there was none)."""
+        begin, end, total = chunk.begin, chunk.end, self.request.num_tokens
+        if next_token is None:
+            if not 0 <= begin <= self.request.cached_tokens:
+                raise ConfigError(
+                    f"{self.key_text}: the first chunk begins at token {begin}, it must begin in"
+                    f" [0, {self.request.cached_tokens}]"
+                )
+        elif begin != next_token:
+            raise ConfigError(f"{self.key_text}: the chunk begins at token {begin}: the last one ended at {next_token}")
+        if not begin < end <= total:
+            raise ConfigError(f"{self.key_text}: the chunk ends at token {end}, it must end in ({begin}, {total}]")
+        if chunk.final != (end == total):
+            raise ConfigError(f"{self.key_text}: final={chunk.final}, but the chunk ends at token {end} of {total}")
+        groups = self.session.plan.src.layout.groups
+        if len(chunk.src_pages) != len(groups):
+            raise ConfigError(f"{self.key_text}: {len(chunk.src_pages)} page lists, the cache has {len(groups)} groups")
+
+    def plan_chunk(self, chunk: Chunk, regions: Sequence[Sequence[MemoryRegion]]) -> Iterator[tuple[int, Submission]]:
+        """The submissions of a chunk, each with its layer; one per layer and decode rank.
+
+        Raises
+        ------
+        ConfigError
+            If a source page list is too short or holds a page that does not exist.
+        """
+        plan, request = self.session.plan, self.request
+        src_pages = [np.asarray(pages) for pages in chunk.src_pages]
+        maps = [
+            plan.page_map(
+                group,
+                chunk.begin,
+                chunk.end,
+                cached=request.cached_tokens,
+                final=chunk.final,
+                num_tokens=request.num_tokens,
+            )
+            for group in range(len(src_pages))
+        ]
+        pairs = plan.pairs(request.source_set)
+        for layer in range(plan.src.layout.num_layers):
+            # By decode rank, and by the device group that sends: a submission has one of each.
+            pieces: dict[tuple[int, int], list[PagePiece]] = {}
+            for group in plan.groups_of_layer(layer):
+                if not maps[group]:
+                    continue
+                for src_rank, dst_rank in pairs:
+                    writes = plan.writes(
+                        src_rank,
+                        dst_rank,
+                        layer,
+                        maps[group],
+                        src_pages[group],
+                        self.dst_pages[group],
+                        source_set=request.source_set,
+                    )
+                    target = self.session.regions[dst_rank]
+                    for w in writes:
+                        src = regions[src_rank][w.src_region]
+                        piece = PagePiece(
+                            src=src,
+                            src_offset=w.src_offset,
+                            src_stride=w.src_stride,
+                            dst=target[w.dst_region],
+                            dst_offset=w.dst_offset,
+                            dst_stride=w.dst_stride,
+                            nbytes=w.nbytes,
+                            src_pages=w.src_pages,
+                            dst_pages=w.dst_pages,
+                            rows=w.rows,
+                            src_row_stride=w.src_row_stride,
+                            dst_row_stride=w.dst_row_stride,
+                        )
+                        pieces.setdefault((dst_rank, src.remote.group), []).append(piece)
+            for (dst_rank, _), found in pieces.items():
+                token = self.tokens[dst_rank]
+                assert token is not None  # read_request checked that every rank that receives has one
+                yield layer, Submission(self, found, token)
+
+
+_ERROR_TYPES: dict[ServeState, Callable[..., FabricKVError]] = {
+    ServeState.FAILED: RequestFailedError,
+    ServeState.TIMED_OUT: RequestTimeoutError,
+    ServeState.CANCELLED: RequestCancelledError,
+    ServeState.PEER_LOST: PeerLostError,
+}
+
+
+def error_of(serving: Serving) -> FabricKVError:
+    """What the scheduler is told about a request that ended early."""
+    key, serve = serving.request.key, serving.serve
+    message = f"{serving.key_text} ended early: {serve.reason}"
+    if serve.phase is ServeState.CLOSED:
+        return ClosedError(message)
+    # Of the source pages, which nothing reads any more.
+    return _ERROR_TYPES[serve.phase](
+        message, request_id=key.request_id, peer=key.epoch.hex(), pages_clean=True, reason=serve.phase.name.lower()
+    )

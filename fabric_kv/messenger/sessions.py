@@ -1,0 +1,148 @@
+"""The prefill side of handshakes: who may send requests, and where their pages may be written.
+
+>>> session = Session.greet(hello, spec=spec, tails=tails, link=link)     # Refusal, with a reason for decode, if not
+
+One session per decode engine and ``connect``; the requests it serves are numbered without gaps from ``number`` on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..cache import CacheSpec
+from ..errors import ConfigError, FabricKVError, ProtocolError
+from ..regions import RemoteRegion
+from ..sharding import TransferPlan, plan_transfer
+from . import wire
+from .peers import Link, check_page_lists, check_regions, tail_difference
+from .scheduler import PrefillRequest, RequestKey
+from .serving import Serving
+from .state import SeenWindow
+
+if TYPE_CHECKING:
+    from .tail import TailPool
+
+__all__ = ["Refusal", "Session"]
+
+# Requests that ended while bytes may still land are remembered one by one up to here; beyond, all count as such.
+MAX_UNCLEAN = 65536
+
+
+class Refusal(Exception):
+    """A Hello or a Request that is answered with no; ``kind`` as in HelloReply."""
+
+    def __init__(self, kind: wire.RefusalKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: wire.RefusalKind = kind
+
+
+class Session:
+    """One decode engine as this side knows it; state of the actor."""
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        link: Link,
+        plan: TransferPlan,
+        regions: list[list[RemoteRegion]],
+        tail_region: RemoteRegion | None,
+    ) -> None:
+        self.epoch: bytes = link.peer.epoch
+        self.number = hello.session
+        self.link = link
+        self.plan = plan
+        self.regions = regions
+        self.tail = hello.tail
+        self.tail_region = tail_region
+        self.seen = SeenWindow(hello.session)
+        self.open: dict[int, Serving] = {}
+        self.lost = False
+        self._unclean: set[int] = set()
+
+    @classmethod
+    def greet(
+        cls,
+        hello: wire.Hello,
+        link: Link,
+        *,
+        spec: CacheSpec,
+        tails: TailPool | None,
+    ) -> Session:
+        """Check a Hello and open a session.
+
+        Raises
+        ------
+        Refusal
+            With the differing fields, if the two sides do not fit together.
+        """
+        try:
+            theirs = CacheSpec.from_bytes(hello.spec)
+            plan = plan_transfer(spec, theirs)
+            regions = [[RemoteRegion.from_bytes(data) for data in rank] for rank in hello.regions]
+            check_regions(theirs, [[region.nbytes for region in rank] for rank in regions], "the decode side")
+            tail_region = None if hello.tail is None else RemoteRegion.from_bytes(hello.tail.region)
+            for region in (*(r for rank in regions for r in rank), *(() if tail_region is None else (tail_region,))):
+                if region.epoch != link.peer.epoch:
+                    raise ConfigError(
+                        f"a region belongs to engine {region.epoch.hex()}, not to {link.peer.epoch.hex()}"
+                    )
+            if hello.tail is not None and tail_region is not None:
+                needed = hello.tail.num_slots * hello.tail.slot_bytes
+                if tail_region.nbytes < needed:
+                    raise ConfigError(f"the tail region has {tail_region.nbytes} bytes, its slots need {needed}")
+        except FabricKVError as error:
+            raise Refusal("incompatible", str(error)) from error
+        difference = tail_difference(tails, hello.tail)
+        if difference:
+            raise Refusal("incompatible", difference)
+        return cls(hello, link, plan, regions, tail_region)
+
+    def read_request(self, message: wire.Request) -> Serving:
+        """Check a request against the plan.
+
+        Raises
+        ------
+        ConfigError, ProtocolError
+            With the value and the limit, if it asks for what cannot be.
+        """
+        tokens = wire.unpack_ints(message.tokens)
+        pages = [wire.unpack_ints(ints) for ints in message.pages]
+        if not tokens.size:
+            raise ConfigError("the request has no tokens")
+        if message.source_set >= self.plan.num_source_sets:
+            raise ConfigError(f"source_set={message.source_set}: there are {self.plan.num_source_sets}")
+        check_page_lists(self.plan, int(tokens.size), message.cached, pages)
+        wants_tail = self.tail is not None
+        if (message.tail_slot is not None) != wants_tail:
+            raise ProtocolError("a tail slot must be named if and only if the handshake named a tail pool")
+        if self.tail is not None and message.tail_slot is not None and message.tail_slot >= self.tail.num_slots:
+            raise ProtocolError(f"tail slot {message.tail_slot} is out of range: there are {self.tail.num_slots}")
+        counters = message.counters
+        if len(counters) != len(self.plan.dst.memory):
+            raise ProtocolError(f"{len(counters)} counters for {len(self.plan.dst.memory)} decode ranks")
+        for rank, token in enumerate(counters):
+            units = self.plan.expected_units(rank, message.source_set, int(tokens.size), cached=message.cached)
+            needed = units > 0 or (rank == 0 and wants_tail)
+            if (token is not None) != needed:
+                raise ProtocolError(f"decode rank {rank} must {'' if needed else 'not '}have a counter")
+            if token is not None and token.unit_bytes != self.plan.unit_bytes:
+                raise ProtocolError(f"a unit of {token.unit_bytes} bytes: the plan says {self.plan.unit_bytes}")
+        request = PrefillRequest(
+            key=RequestKey(self.epoch, message.request_id, message.generation),
+            tokens=tokens,
+            cached_tokens=message.cached,
+            source_set=message.source_set,
+            wants_tail=wants_tail,
+            deadline_s=message.deadline_s,
+            params=message.params,
+        )
+        return Serving(self, request, pages, counters, message.tail_slot)
+
+    def remember(self, generation: int, *, pages_clean: bool) -> None:
+        """Keep what a later Cancel of an ended request must be told."""
+        if not pages_clean and len(self._unclean) < MAX_UNCLEAN:
+            self._unclean.add(generation)
+
+    def was_clean(self, generation: int) -> bool:
+        """Whether nothing of an ended (or never served) request can still land."""
+        return generation not in self._unclean and len(self._unclean) < MAX_UNCLEAN

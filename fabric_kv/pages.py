@@ -122,7 +122,7 @@ def _take(pages: NDArray[np.int64], entries: slice, side: str) -> NDArray[np.int
 
 
 def _extremes(pages: NDArray[np.int64]) -> tuple[int, int]:
-    return int(pages.min()), int(pages.max())
+    return int(np.min(pages)), int(np.max(pages))
 
 
 class Pieces:
@@ -177,18 +177,21 @@ class Pieces:
             )
         total = end if num_tokens is None else num_tokens
         check_range("num_tokens", total, end, end if final else MAX_TOKENS, "tokens")
-        start = max(begin, self._start(total, cached))
+        start = self._start(total, cached)
         if not self._period:
-            count = int(final and end > cached)
-            return PageMap(group, (PieceRun(0, count, 1, slice(0, count, 1), slice(0, count, 1)),))
-        return PageMap(group, tuple(self._run(kind, start, end, final) for kind in self.kinds))
+            num = int(final and total > start)
+            return PageMap(group, (PieceRun(0, num, 1, slice(0, num, 1), slice(0, num, 1)),))
+        final = final and total > start
+        return PageMap(group, tuple(self._run(kind, max(begin, start), end, final) for kind in self.kinds))
 
     def counts(self, num_tokens: int, cached: int) -> tuple[int, ...]:
         """Pieces of each kind that a whole request sends."""
         check_range("num_tokens", num_tokens, 0, MAX_TOKENS, "tokens")
         start = self._start(num_tokens, cached)
         if not self._period:
-            return (int(num_tokens > cached),)
+            return (int(num_tokens > start),)
+        if num_tokens <= start:
+            return (0,) * len(self.kinds)
         return tuple(self._run(kind, start, num_tokens, True).num for kind in self.kinds)
 
     def _start(self, num_tokens: int, cached: int) -> int:
@@ -206,19 +209,19 @@ class Pieces:
         period, stop = self._period, kind.begin + kind.tokens
         first = max(0, (start - stop) // period + 1)
         past = -((kind.begin - end) // period) if final else (end - stop) // period + 1
-        count = max(0, past - first)
+        num = max(0, past - first)
         return PieceRun(
             first,
-            count,
+            num,
             kind.tokens,
-            _entries(kind.src_entry, kind.src_step, first, count),
-            _entries(kind.dst_entry, kind.dst_step, first, count),
+            _entries(kind.src_entry, kind.src_step, first, num),
+            _entries(kind.dst_entry, kind.dst_step, first, num),
         )
 
     def __iter__(self) -> Iterator[PieceKind]:
         return iter(self.kinds)
 
 
-def _entries(entry: int, step: int, first: int, count: int) -> slice:
+def _entries(entry: int, step: int, first: int, num: int) -> slice:
     begin = entry + first * step
-    return slice(begin, begin + (count - 1) * step + 1 if count else begin, step)
+    return slice(begin, begin + (num - 1) * step + 1 if num else begin, step)

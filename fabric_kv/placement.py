@@ -50,8 +50,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Notes
     -----
-    Default split of H heads: for ``tp_size <= H`` contiguous ranges, the first ``H % tp_size`` ranks one head longer (as
-    ``numpy.array_split``); for ``tp_size > H`` rank t holds head ``t * H // tp_size``, as vLLM's ``QKVParallelLinear``.
+    Default split of H heads: for ``tp_size <= H`` contiguous ranges, the first ``H % tp_size`` ranks one head longer,
+    as ``numpy.array_split`` does; for ``tp_size > H`` rank t holds head ``t * H // tp_size``, which is what vLLM's
+    ``QKVParallelLinear`` does where ``H`` divides ``tp_size``.
     """
 
     tp_size: int = 1

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 
 from .cache import CacheSpec
-from .errors import ConfigError
+from .errors import ConfigError, PlanError
 from .layout import check_range
 from .placement import Coords
 
 __all__ = ["Routes"]
 
 MAX_SOURCE_SETS = 65536
+MAX_PAIRS = 1 << 18
 
 
 class _HeadRoutes:
@@ -104,6 +105,9 @@ class Routes:
             for b in range(self._dst.tp_size)
             if any(routes.overlap(a, b) for routes in self._by_heads.values())
         ]
+        count = len(tps) * len(self._stages) * self._src.dp_size * self._dst.dp_size
+        if count > MAX_PAIRS:
+            raise PlanError(f"{count} pairs of ranks would exchange data: the limit is {MAX_PAIRS}")
         return [
             (self._src.rank_of(Coords(src_dp, src_pp, a)), self._dst.rank_of(Coords(dst_dp, dst_pp, b)))
             for src_dp in range(self._src.dp_size)

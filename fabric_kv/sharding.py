@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import CacheSpec, LayerMemory, RankMemory
+from .cache import CacheSpec, RankMemory
 from .compat import check_compatible
-from .errors import ConfigError, PlanError
-from .fragments import Box, Fragment, fragments_of
+from .cutting import Cutter
+from .errors import ConfigError
+from .fragments import Fragment
 from .layout import KVLayout, check_range
 from .pages import PageMap, Pieces
 from .placement import Placement, SourcePicker
@@ -35,10 +36,6 @@ __all__ = [
     "TransferPlan",
     "plan_transfer",
 ]
-
-MAX_FRAGMENTS = 8192  # of one layer between two ranks, for each page
-UNIT_BYTES = 65536  # a unit is not larger, unless a fragment needs it: a large fragment can then be split over rails
-UNITS_PER_FRAGMENT = 16  # a write's weight is at most 1023 units, so that 63 of the largest fragments fit into one
 
 
 class PageWrite(NamedTuple):
@@ -98,14 +95,10 @@ class TransferPlan:
         self._routes = Routes(src, dst)
         self.num_source_sets = self._routes.num_source_sets
         self._pieces = [Pieces.of_group(a, b) for a, b in zip(src.layout.groups, dst.layout.groups, strict=True)]
-        self._memory = tuple(
-            [{(layer.group, layer.layer): layer for layer in rank.layers} for rank in spec.memory]
-            for spec in (src, dst)
-        )
+        self._cutter = Cutter(src, dst, self._pieces)
         self._groups_of_layer = [src.layout.groups_of_layer(layer) for layer in range(src.layout.num_layers)]
-        self._fragments: dict[tuple[int, int, int, int, tuple[bool, ...]], tuple[Fragment, ...]] = {}
         self._units: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        self.unit_bytes = self._choose_unit()
+        self.unit_bytes = self._cutter.choose_unit(self._routes.all_pairs())
 
     def group_of_layer(self, layer: int) -> int:
         """The group of a layer that is in exactly one; see ``groups_of_layer``."""
@@ -197,7 +190,7 @@ class TransferPlan:
             If a page index is out of range, a list too short, or ``layer`` not in the group. Nothing was changed.
         """
         group = page_map.group
-        fragments = self._fragments_of(src_rank, dst_rank, group, layer, source_set)
+        fragments = self.fragments(src_rank, dst_rank, group, layer, source_set)
         if not fragments or not page_map:
             return []
         selected = page_map.select(src_pages, dst_pages)
@@ -229,88 +222,30 @@ class TransferPlan:
             total += sum(count * each for count, each in zip(counts, per_piece, strict=True))
         return total
 
+    def fragments(
+        self, src_rank: int, dst_rank: int, group: int, layer: int, source_set: int | None = None
+    ) -> tuple[Fragment, ...]:
+        """What ``writes`` sends for each page, before page indices are known."""
+        if group not in self.groups_of_layer(layer):
+            raise ConfigError(f"layer {layer} is not in group {group}: it is in {self.groups_of_layer(layer)}")
+        active = self._routes.active_parts(src_rank, dst_rank, group, source_set)
+        return self._cutter.fragments(src_rank, dst_rank, group, layer, active)
+
     def _units_per_piece(self, dst_rank: int, source_set: int) -> list[tuple[int, ...]]:
+        """Units that a piece of each kind brings to a rank, summed over layers and sources; for each group."""
         dp = self.dst.placement.coords(dst_rank).dp
         totals = [[0] * len(pieces.kinds) for pieces in self._pieces]
         for src_rank, target in self.pairs(source_set, dst_dp=dp):
             if target != dst_rank:
                 continue
-            for group, layer in self._memory[0][src_rank]:
-                for fragment in self._fragments_of(src_rank, dst_rank, group, layer, source_set):
+            for group, layer in self._cutter.source_layers(src_rank):
+                for fragment in self.fragments(src_rank, dst_rank, group, layer, source_set):
                     totals[group][fragment.kind] += fragment.rows * -(-fragment.nbytes // self.unit_bytes)
         return [tuple(total) for total in totals]
-
-    def _fragments_of(
-        self, src_rank: int, dst_rank: int, group: int, layer: int, source_set: int | None
-    ) -> tuple[Fragment, ...]:
-        return self._fragments_for(
-            src_rank, dst_rank, group, layer, self._routes.active_parts(src_rank, dst_rank, group, source_set)
-        )
-
-    def _fragments_for(
-        self, src_rank: int, dst_rank: int, group: int, layer: int, active: tuple[bool, ...]
-    ) -> tuple[Fragment, ...]:
-        key = (src_rank, dst_rank, group, layer, active)
-        found = self._fragments.get(key)
-        if found is None:
-            if group not in self.groups_of_layer(layer):
-                raise ConfigError(f"layer {layer} is not in group {group} ({self.src.layout.groups[group].name})")
-            src = self._memory[0][src_rank].get((group, layer))
-            dst = self._memory[1][dst_rank].get((group, layer))
-            found = () if src is None or dst is None else self._cut(src_rank, dst_rank, src, dst, active)
-            self._fragments[key] = found
-        return found
-
-    def _cut(
-        self, src_rank: int, dst_rank: int, src: LayerMemory, dst: LayerMemory, active: tuple[bool, ...]
-    ) -> tuple[Fragment, ...]:
-        """Intersect the two ranks' boxes of one layer, for each kind of piece."""
-        group = self.src.layout.groups[src.group]
-        src_tp = self.src.placement.coords(src_rank).tp
-        dst_tp = self.dst.placement.coords(dst_rank).tp
-        out: list[Fragment] = []
-        for index, kind in enumerate(self._pieces[src.group].kinds):
-            boxes = []
-            for part, a, b, used in zip(group.parts, src.parts, dst.parts, active, strict=True):
-                if not used:
-                    continue
-                src_begin, src_end = self.src.placement.heads_of(src_tp, part.heads)
-                dst_begin, dst_end = self.dst.placement.heads_of(dst_tp, part.heads)
-                begin, end = max(src_begin, dst_begin), min(src_end, dst_end)
-                rows, src_row, dst_row = (part.rows, 0, 0) if part.rows else (kind.tokens, kind.src_row, kind.dst_row)
-                boxes.append(
-                    Box(
-                        a.region,
-                        a.offset + (begin - src_begin) * a.head_stride + src_row * a.row_stride,
-                        a.page_stride,
-                        b.region,
-                        b.offset + (begin - dst_begin) * b.head_stride + dst_row * b.row_stride,
-                        b.page_stride,
-                        part.row_bytes,
-                        ((end - begin, a.head_stride, b.head_stride), (rows, a.row_stride, b.row_stride)),
-                    )
-                )
-            out += fragments_of(index, boxes)
-            if len(out) > MAX_FRAGMENTS:
-                raise PlanError(
-                    f"group {group.name}, layer {src.layer}: more than {MAX_FRAGMENTS} fragments per page between prefill"
-                    f" rank {src_rank} and decode rank {dst_rank}: the two memory layouts share too few contiguous bytes"
-                )
-        return tuple(out)
-
-    def _choose_unit(self) -> int:
-        """The smallest fragment, within bounds that keep both weights and the cost of splitting small."""
-        sizes = set()
-        for src_rank, dst_rank in self._routes.all_pairs():
-            for group, layer in self._memory[0][src_rank]:
-                parts = self._routes.overlapping_parts(src_rank, dst_rank, group)
-                cut = self._fragments_for(src_rank, dst_rank, group, layer, parts)
-                sizes |= {fragment.nbytes for fragment in cut}
-        least = -(-max(sizes, default=1) // UNITS_PER_FRAGMENT)
-        return max(least, min(min(sizes, default=1), UNIT_BYTES))
 
     def _refuse_page(self, side: str, rank: int, group: int, num_pages: int, low: int, high: int) -> None:
         name = self.src.layout.groups[group].name
         raise ConfigError(
-            f"page index {low if low < 0 else high} is out of range: group {name} on {side} rank {rank} has {num_pages} pages"
+            f"page index {low if low < 0 else high} is out of range: group {name} on {side} rank {rank}"
+            f" has {num_pages} pages"
         )

@@ -145,7 +145,11 @@ class DecodeMessenger(DecodePeers):
             raise
         fetching.submitted_s = self._actor.now()
         fetching.handle = RequestHandle(
-            request.request_id, self._actor, lambda: self._actor.post(partial(self._apply, fetching, CancelAsked()))
+            request.request_id,
+            self._actor,
+            lambda: self._actor.post(partial(self._apply, fetching, CancelAsked())),
+            fetching.received_units,
+            fetching.expected_units,
         )
         self._actor.post(partial(self._send_request, fetching))
         return fetching.handle
@@ -180,6 +184,7 @@ class DecodeMessenger(DecodePeers):
             if units:
                 group = self._group_of(rank)
                 counter = self._engine.counter(unit_bytes=plan.unit_bytes, expected_units=units, group=group)
+                fetching.expected_units += units
                 waiting |= 1 << rank
             fetching.counters.append(counter)
         if not waiting:

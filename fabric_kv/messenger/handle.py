@@ -58,11 +58,15 @@ class RequestHandle(Completion[RequestResult]):
     and ``Bounds.cancel_s``.
     """
 
-    def __init__(self, request_id: str, actor: Actor, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, request_id: str, actor: Actor, cancel: Callable[[], None], received: Callable[[], int], total: int
+    ) -> None:
         super().__init__()
         self.request_id = request_id
         self._actor = actor
         self._cancel = cancel
+        self._received = received
+        self._total = total
         self._state = RequestState.SENT
 
     def __repr__(self) -> str:
@@ -71,6 +75,11 @@ class RequestHandle(Completion[RequestResult]):
     def poll(self) -> RequestState:
         """The state now: a small int; from ``RequestState.READY`` on it is final. Never blocks."""
         return self._state
+
+    def progress(self) -> tuple[int, int]:
+        """Units that have arrived so far on all ranks, and the total; a unit is the plan's ``unit_bytes``."""
+        ready = self._state is RequestState.READY
+        return self._total if ready else min(self._received(), self._total), self._total
 
     def cancel(self) -> None:
         """Ask the prefill side to stop. The request ends once it has confirmed, or ``Bounds.cancel_s`` has passed.

@@ -98,6 +98,7 @@ class Fetching:
         self.handle: RequestHandle
         self.source_set = 0
         self.counters: list[Counter | None] = []
+        self.expected_units = 0  # of all counters
         self.tail_slot: int | None = None
         self.fetch = Fetch(waiting=0)
         self.generation = -1
@@ -117,6 +118,10 @@ class Fetching:
     def num_tokens(self) -> int:
         """Tokens to prefill."""
         return len(self.tokens.data) * 8 // self.tokens.bits
+
+    def received_units(self) -> int:
+        """Of all counters, so far; nothing once they were released."""
+        return sum(counter.received for counter in self.counters if counter is not None)
 
     @property
     def message_bytes(self) -> int:

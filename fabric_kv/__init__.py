@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .config import EngineOptions as EngineOptions
     from .engine import Engine as Engine
     from .errors import *  # noqa: F403
+    from .layout import KVLayout as KVLayout
+    from .placement import Placement as Placement
     from .regions import CounterToken as CounterToken
     from .regions import RemoteRegion as RemoteRegion
     from .sharding import TransferPlan as TransferPlan
@@ -36,8 +38,10 @@ _HOME = {
     "CounterToken": "regions",
     "Engine": "engine",
     "EngineOptions": "config",
+    "KVLayout": "layout",
     "MemoryRegion": "transfers",
     "PagePiece": "transfers",
+    "Placement": "placement",
     "RemoteRegion": "regions",
     "Transfer": "transfers",
     "TransferPlan": "sharding",

@@ -128,6 +128,7 @@ py::dict describe_rail(Rail& rail) {
     d["errors"] = stats.errors.load();
     d["imms"] = stats.imms.load();
     d["messages"] = stats.messages.load();
+    d["busy_ns"] = stats.busy_ns.load();
     return d;
 }
 

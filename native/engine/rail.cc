@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/clock.h"
+
 namespace fkv {
 
 Rail::Rail(std::unique_ptr<Nic> nic, std::size_t num_frames) : nic_(std::move(nic)) {
@@ -37,7 +39,7 @@ Op* Rail::take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes) {
     op->transfer = transfer;
     op->nbytes = nbytes;
     outstanding_bytes += nbytes;
-    ++outstanding_ops;
+    if (outstanding_ops++ == 0) busy_since_ns_ = now_ns();
     return op;
 }
 
@@ -49,7 +51,7 @@ void Rail::free_op(Op* op) {
     op->next_free = free_ops_;
     free_ops_ = op;
     outstanding_bytes -= op->nbytes;
-    --outstanding_ops;
+    if (--outstanding_ops == 0) RailStats::add(stats.busy_ns, now_ns() - busy_since_ns_);
 }
 
 std::byte* Rail::take_frame() {

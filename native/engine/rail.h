@@ -27,6 +27,7 @@ struct Op {
 
 struct RailStats {
     std::atomic<std::uint64_t> ops{0}, bytes{0}, completions{0}, again{0}, errors{0}, imms{0}, messages{0};
+    std::atomic<std::uint64_t> busy_ns{0};  // with at least one operation in flight
 
     // Written by one thread: a plain load and store is enough and costs no locked instruction.
     static void add(std::atomic<std::uint64_t>& value, std::uint64_t n) {
@@ -80,6 +81,7 @@ class Rail {
     std::vector<Op*> unposted_;  // receives that the NIC had no room for
     std::vector<std::byte*> free_frames_;
     Op* free_ops_ = nullptr;
+    std::int64_t busy_since_ns_ = 0;
 };
 
 }  // namespace fkv

@@ -1,0 +1,179 @@
+"""Prefills a real language model in one process and decodes it in another, page by page over libfabric.
+
+>>> scripts/demo                                    # prefill TP 3 -> decode TP 1 over tcp
+>>> scripts/demo --prefill-tp 1 --decode-tp 3 --provider shm --prompt "Why is the sky blue?"
+>>> scripts/demo --poison                           # moves zeros instead: every check must fail
+
+This process decodes, a child prefills. Exit code 0 only if every page's checksum, the hidden state and all tokens equal
+those of the same model run in one process.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before NumPy is loaded: two BLAS threads per process fight over few cores, and one is as fast for this small model.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import argparse
+import multiprocessing
+import sys
+from typing import Any
+
+from decode_node import DecodeNode, Fetched
+from prefill_node import Options, serve
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from smollm2 import Llama, MissingWeightsError, ReferenceRun, Tokenizer, load_checkpoint, reference_run
+
+from fabric_kv import FabricKVError
+
+PROMPT = """Read this report, then answer the question below it.
+
+The harbour of Eastmouth has two cranes, a short railway and a warehouse with red doors. Every morning the first \
+crane lifts containers from the ships and puts them on the railway, while the second one loads the empty trains that \
+come back. In spring a storm broke the arm of the second crane. For eleven days the harbour had to choose: unload \
+the ships, or load the trains. The harbour master, a quiet woman called Ines, drew a plan on the back of an envelope. \
+Ships were unloaded at night, when no trains ran, and trains were loaded by day, when no ships could enter because of \
+the tide. Nobody had to wait for long, and not a single container was lost. When the new arm came, on a slow barge \
+from the north, the workers asked her to keep the plan, since it had made their days calmer. She did, but she let the \
+second crane help at night when there were many ships, and she kept the envelope in a frame above her desk.
+
+Question: When were the ships unloaded, and when were the trains loaded? Answer in one sentence."""
+
+ANSWER_S = 120.0  # for the child to load the model and to report; the transfer has bounds of its own
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--prefill-tp", type=int, choices=(1, 3), default=3, help="KV-head shards of prefill (3)")
+    parser.add_argument("--decode-tp", type=int, choices=(1, 3), default=1, help="KV-head shards of decode (1)")
+    parser.add_argument("--provider", default="tcp", help="libfabric provider: tcp, shm, net, verbs, efa ... (tcp)")
+    parser.add_argument("--nic", action="append", help="NIC name or IP address (127.0.0.1 for tcp and net)")
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask the model")
+    parser.add_argument("--max-new-tokens", type=int, default=60, help="tokens to generate (60)")
+    parser.add_argument("--chunk-tokens", type=int, default=100, help="prompt tokens per forward step (100)")
+    parser.add_argument("--poison", action="store_true", help="move zeros instead: must end with exit code 1")
+    args = parser.parse_args()
+    if args.max_new_tokens < 1 or args.chunk_tokens < 1:
+        parser.error("--max-new-tokens and --chunk-tokens must be at least 1")
+    return args
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    loopback = ["127.0.0.1"] if args.provider in ("tcp", "net") else []
+    return Options(args.provider, args.nic or loopback, args.prefill_tp, args.decode_tp, args.chunk_tokens, args.poison)
+
+
+def main() -> int:
+    args, console = parse_args(), Console()
+    options = options_of(args)
+    context = multiprocessing.get_context("spawn")
+    pipe, child_pipe = context.Pipe()
+    child = context.Process(target=serve, args=(child_pipe, options), name="prefill")
+    child.start()
+    child_pipe.close()
+    try:
+        return run(args, options, console, pipe)
+    except (FabricKVError, MissingWeightsError, EOFError) as error:
+        why = "the prefill process ended" if isinstance(error, EOFError) else str(error)
+        console.print(f"[bold red]failed:[/] {type(error).__name__}: {why}", highlight=False)
+        return 1
+    finally:
+        pipe.close()
+        child.join(5.0)
+        if child.is_alive():
+            child.kill()
+            child.join()
+
+
+def run(args: argparse.Namespace, options: Options, console: Console, pipe: Any) -> int:
+    console.print(f"loading the model twice: prefill with TP {options.prefill_tp}, decode with TP {options.decode_tp}")
+    checkpoint = load_checkpoint()
+    model, tokenizer = Llama(checkpoint.config, checkpoint.weights), Tokenizer(checkpoint.metadata)
+    prompt = tokenizer.encode_chat(args.prompt)
+    with DecodeNode(model, options) as node:
+        address = receive(pipe)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+        with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+            task = bar.add_task(f"{len(prompt) - 1} tokens: pages arriving")
+            fetched = node.fetch(
+                address,
+                prompt[:-1],
+                args.max_new_tokens + 1,
+                lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        report = receive(pipe)
+        if "error" in report:
+            console.print(f"[bold red]failed:[/] {report['error']}", highlight=False)
+            return 1
+        tokens = []
+        console.print()
+        for token in node.generate(prompt[-1], fetched, args.max_new_tokens, tokenizer.stop_token):
+            tokens.append(token)
+            if token != tokenizer.stop_token:
+                console.print(tokenizer.decode([token]), end="", markup=False, highlight=False)
+        console.print("\n")
+        console.print(table(node.opened(), fetched, report, options))
+    console.print("checking against one process ...")
+    reference = reference_run(
+        model,
+        prompt,
+        args.max_new_tokens,
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
+        chunk_tokens=options.chunk_tokens,
+        stop=tokenizer.stop_token,
+    )
+    return 0 if check(console, fetched, report, reference, tokens) else 1
+
+
+def receive(pipe: Any) -> Any:
+    """The child's next word; EOFError if it died, TimeoutError if it is silent."""
+    if not pipe.poll(ANSWER_S):
+        raise EOFError
+    return pipe.recv()
+
+
+def table(opened: dict[str, Any], fetched: Fetched, report: dict[str, Any], options: Options) -> Table:
+    layers, _, pages, _ = fetched.sums.shape
+    busy_s = report["busy_ns"] / 1e9
+    rows = {
+        "provider / fabric / domain": f"{opened['provider']} / {opened['fabric']} / {opened['domain']}",
+        "tensor parallelism": f"{options.prefill_tp} -> {options.decode_tp}",
+        "prompt": f"{fetched.num_tokens} tokens in chunks of {options.chunk_tokens}",
+        "pages": f"{pages} x {layers} layers x K and V",
+        "writes": f"{report['ops']}",
+        "bytes": f"{report['bytes']}",
+        "bytes per write": f"{report['bytes'] / report['ops']:.0f}",
+        "while writing": f"{report['bytes'] / busy_s / 1e9:.2f} GB/s",
+        "last layer's write to ready": f"{(fetched.result.ready_s - report['last_layer_s']) * 1e3:.2f} ms",
+        "hidden behind compute": f"{100 * report['hidden_busy_ns'] / report['busy_ns']:.1f} % of {busy_s * 1e3:.0f} ms",
+        "prefill compute": f"{report['compute_s']:.2f} s",
+    }
+    out = Table(show_header=False, title="transfer")
+    for name, value in rows.items():
+        out.add_row(name, value)
+    return out
+
+
+def check(
+    console: Console, fetched: Fetched, report: dict[str, Any], reference: ReferenceRun, tokens: list[int]
+) -> bool:
+    """Compare with the sender and with the reference; prints one line a check."""
+    sent, tail = report["checksums"], fetched.result.tail
+    assert tail is not None
+    checks = {
+        f"{fetched.sums.size} page checksums equal the sender's": bool((fetched.sums == sent).all()),
+        "page checksums equal the reference's": bool((fetched.sums == reference.checksums).all()),
+        "hidden state equals the reference's": bool((tail == reference.hidden).all()),
+        f"{len(tokens)} tokens equal the reference's": tokens == reference.tokens,
+    }
+    for what, good in checks.items():
+        console.print(f"[{'green' if good else 'bold red'}]{'OK' if good else 'WRONG':5s}[/] {what}", highlight=False)
+    return all(checks.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

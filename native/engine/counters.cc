@@ -21,7 +21,10 @@ CounterTable::CounterTable(std::uint32_t num_slots) : slots_(num_slots), in_use_
     if (num_slots == 0 || num_slots > kUserSlot)
         throw Error(ErrorKind::kConfig, "num_counters=" + std::to_string(num_slots) + " must lie in [1, " +
                                             std::to_string(kUserSlot) + "]");
-    for (std::uint32_t slot = 0; slot < num_slots; ++slot) free_.push_back(slot);
+    for (std::uint32_t slot = 0; slot < num_slots; ++slot) {
+        slots_[slot].word.store(kEnded);
+        free_.push_back(slot);
+    }
 }
 
 CounterToken CounterTable::allocate(std::uint64_t unit_bytes) {
@@ -34,13 +37,15 @@ CounterToken CounterTable::allocate(std::uint64_t unit_bytes) {
     free_.pop_front();
     in_use_[index] = true;
     auto& slot = slots_[index];
-    // Count and ended were cleared, and the generation moved on, when the slot was released.
+    // The generation moved on when the slot was released. The total goes before the word opens the slot: an arrival
+    // must never be held against the former one.
     slot.expected.store(kNotArmed);
-    return {index, static_cast<std::uint32_t>(generation_of(slot.word.load())), unit_bytes};
+    const auto generation = generation_of(slot.word.load());
+    slot.word.store(generation << kGenerationShift);
+    return {index, static_cast<std::uint32_t>(generation), unit_bytes};
 }
 
 CounterTable::Slot& CounterTable::checked(const CounterToken& token) {
-    std::lock_guard lock(mutex_);
     if (token.slot >= slots_.size() || !in_use_[token.slot] ||
         generation_of(slots_[token.slot].word.load()) != token.generation)
         throw Error(ErrorKind::kConfig, "counter slot " + std::to_string(token.slot) + " generation " +
@@ -52,6 +57,7 @@ CounterVerdict CounterTable::arm(const CounterToken& token, std::uint64_t expect
     if (expected_units > kCountMask)
         throw Error(ErrorKind::kConfig,
                     "expected_units=" + std::to_string(expected_units) + " is above the limit of 2^57 - 1");
+    std::lock_guard lock(mutex_);  // so that the slot cannot be released, and taken by another, in between
     auto& slot = checked(token);
     std::uint64_t none = kNotArmed;
     if (!slot.expected.compare_exchange_strong(none, expected_units))
@@ -60,17 +66,20 @@ CounterVerdict CounterTable::arm(const CounterToken& token, std::uint64_t expect
     return evaluate(slot, token.generation);
 }
 
-void CounterTable::release(const CounterToken& token, bool quiescent) {
-    auto& slot = checked(token);
+bool CounterTable::release(const CounterToken& token, bool quiescent) {
     std::lock_guard lock(mutex_);
+    auto& slot = checked(token);
     // From here on every arrival is of a former generation.
     const std::uint64_t next = (token.generation + 1) % kNumGenerations;
-    slot.word.store(next << kGenerationShift);
+    const auto last = slot.word.exchange(next << kGenerationShift | kEnded);
+    const bool fired = (last & kEnded) && (last & kCountMask) == slot.expected.load();
     in_use_[token.slot] = false;
-    if (quiescent)
+    if (quiescent || fired) {
         free_.push_back(token.slot);
-    else
-        ++num_poisoned_;
+        return true;
+    }
+    ++num_poisoned_;
+    return false;
 }
 
 std::uint64_t CounterTable::received(const CounterToken& token) const {

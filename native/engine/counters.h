@@ -4,7 +4,8 @@
 // Failure:  a count above its total is kOverrun (once) and kLate (afterwards), a former generation is kStale.
 //
 // One 64-bit word per slot holds generation, an "ended" bit and the count, so that adding, firing and reusing a slot
-// are decided by compare-and-swap on the same word: a slow thread can never fire, or add to, the slot's next life.
+// are decided by compare-and-swap on the same word: a slow thread can never fire, or add to, the slot's next life. A
+// slot that nobody holds counts as ended, so that it takes no arrivals for its next owner.
 #pragma once
 
 #include <atomic>
@@ -34,8 +35,9 @@ class CounterTable {
     CounterToken allocate(std::uint64_t unit_bytes);
     // Sets the total. Arrivals before this were kept; kFired or kOverrun may be the answer at once.
     CounterVerdict arm(const CounterToken& token, std::uint64_t expected_units);
-    // Gives the slot back. Without proof that no write can arrive any more it is poisoned: never used again.
-    void release(const CounterToken& token, bool quiescent);
+    // Gives the slot back, and says whether it will be used again: that takes proof that no write can arrive any more,
+    // which is the caller's word or the counter's having fired. Otherwise the slot is poisoned: never used again.
+    bool release(const CounterToken& token, bool quiescent);
     std::uint64_t received(const CounterToken& token) const;
 
     CounterVerdict add(Imm imm) noexcept;
@@ -50,7 +52,7 @@ class CounterTable {
         std::atomic<std::uint64_t> expected{~std::uint64_t{0}};
     };
 
-    Slot& checked(const CounterToken& token);
+    Slot& checked(const CounterToken& token);  // with mutex_ held
     CounterVerdict evaluate(Slot& slot, std::uint64_t generation) noexcept;
 
     std::vector<Slot> slots_;

@@ -24,6 +24,7 @@ from .places import (
     Placed,
     check_place,
     dense_layer,
+    layers_in,
     local_layers,
     place_arrays,
 )
@@ -182,8 +183,12 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"memory describes {len(self.memory)} ranks: the placement has {num_ranks}")
         places = sum(len(layer.parts) for memory in self.memory for layer in memory.layers)
         check_range("number of (rank, layer, part) places", places, 0, MAX_PLACES)
+        for group in self.layout.groups:
+            for part in group.parts:
+                self.placement.check_heads(part.heads)
+        stages = self.placement.stages(self.layout.num_layers)
         for rank, memory in enumerate(self.memory):
-            _check_memory(self.layout, self.placement, rank, memory)
+            _check_memory(self.layout, self.placement, stages, rank, memory)
 
     @classmethod
     def from_arrays(
@@ -230,7 +235,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"malformed cache spec: {error}") from error
 
 
-def _check_memory(layout: KVLayout, placement: Placement, rank: int, memory: RankMemory) -> None:
+def _check_memory(layout: KVLayout, placement: Placement, stages: list[range], rank: int, memory: RankMemory) -> None:
     """Raise ConfigError unless a rank's memory has every local layer once, in bounds, with parts apart."""
     where = f"rank {rank}: "
     check_range(f"{where}number of regions", len(memory.region_bytes), 0, MAX_REGIONS)
@@ -239,20 +244,22 @@ def _check_memory(layout: KVLayout, placement: Placement, rank: int, memory: Ran
         check_range(f"{where}region size", size, 0, MAX_REGION_BYTES, "bytes")
     for count in memory.num_pages:
         check_range(f"{where}number of pages", count, 0, MAX_REGION_BYTES)
-    groups = range(len(layout.groups))
-    expected = {(group, layer) for group in groups for layer in local_layers(layout, placement, rank, group)}
-    given = [(layer.group, layer.layer) for layer in memory.layers]
-    if len(given) != len(expected) or set(given) != expected:
-        odd = sorted(expected.symmetric_difference(given))[:4] or "repeats"
-        raise ConfigError(f"{where}memory does not list exactly its (group, layer) pairs; look at {odd}")
-    tp = placement.coords(rank).tp
+    at = placement.coords(rank)
+    local = [layers_in(group, stages[at.pp]) for group in layout.groups]
+    num_local = sum(map(len, local))
+    if num_local != len(memory.layers):
+        raise ConfigError(f"{where}memory lists {len(memory.layers)} (group, layer) pairs: the rank holds {num_local}")
+    expected = {(index, layer) for index, layers in enumerate(local) for layer in layers}
+    odd = expected.symmetric_difference((layer.group, layer.layer) for layer in memory.layers)
+    if odd:
+        raise ConfigError(f"{where}memory does not list exactly its (group, layer) pairs; look at {sorted(odd)[:4]}")
     starts: set[tuple[int, int]] = set()
     for layer in memory.layers:
         group = layout.groups[layer.group]
         name = f"{where}layer {layer.layer}"
         check_range(f"{name}: number of parts", len(layer.parts), len(group.parts), len(group.parts))
         for part, place in zip(group.parts, layer.parts, strict=True):
-            begin, end = placement.heads_of(tp, part.heads)
+            begin, end = placement.heads_of(at.tp, part.heads)
             pages = memory.num_pages[layer.group]
             check_place(f"{name}, part {part.name}: ", group, part, end - begin, pages, place, memory.region_bytes)
             if pages and (place.region, place.offset) in starts:

@@ -7,11 +7,14 @@ Compared once, at the handshake; a pair that passes needs no further checks for 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .errors import PlanError
 from .layout import Group, KVLayout
 from .placement import Placement
+from .tables import text_table
 
-__all__ = ["check_compatible", "compat_fields", "difference"]
+__all__ = ["check_compatible", "compat_fields", "describe_placement", "difference", "format_ranges"]
 
 
 def compat_fields(layout: KVLayout) -> dict[str, str]:
@@ -20,7 +23,7 @@ def compat_fields(layout: KVLayout) -> dict[str, str]:
     for group in layout.groups:
         prefix = f"{group.name}."
         fields[prefix + "kind"] = group.kind
-        fields[prefix + "layers"] = _ranges(group.layers)
+        fields[prefix + "layers"] = format_ranges(group.layers)
         fields[prefix + "order"] = group.order
         fields[prefix + "page_tokens"] = str(group.page_tokens)
         fields[prefix + "window"] = str(group.window)
@@ -35,23 +38,17 @@ def compat_fields(layout: KVLayout) -> dict[str, str]:
 
 def difference(src: dict[str, str], dst: dict[str, str], wrong: dict[str, str]) -> str:
     """A table of both sides; ``wrong`` maps a field to the reason why it is refused."""
-    names = list(dict.fromkeys((*src, *dst)))
-    rows = [
-        ("field", "prefill", "decode", ""),
-        *((n, src.get(n, "-"), dst.get(n, "-"), wrong.get(n, "")) for n in names),
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = []
-    for name, left, right, reason in rows:
-        mark = f"  <- {reason}" if reason else ""
-        lines.append(f"  {name:{widths[0]}}  {left:{widths[1]}}  {right:{widths[2]}}".rstrip() + mark)
-    return "\n".join(lines)
+    rows = []
+    for name in dict.fromkeys((*src, *dst)):
+        reason = f"<- {wrong[name]}" if name in wrong else ""
+        rows.append([name, src.get(name, "-"), dst.get(name, "-"), reason])
+    return text_table(["field", "prefill", "decode", ""], rows)
 
 
 def check_compatible(src: KVLayout, dst: KVLayout, src_placement: Placement, dst_placement: Placement) -> None:
     """Raise PlanError, with both sides field by field, unless ``src`` can be mapped onto ``dst``."""
     left, right = compat_fields(src), compat_fields(dst)
-    left["placement"], right["placement"] = _describe(src_placement), _describe(dst_placement)
+    left["placement"], right["placement"] = describe_placement(src_placement), describe_placement(dst_placement)
     wrong: dict[str, str] = {}
     for name in dict.fromkeys((*left, *right)):
         if name == "placement" or left.get(name) == right.get(name):
@@ -93,12 +90,13 @@ def _check_group(a: Group, b: Group, left: Placement, right: Placement, wrong: d
         wrong[f"{a.name}.page_tokens"] = f"part {fixed[0]} has no token axis, so that pages must have the same size"
 
 
-def _describe(placement: Placement) -> str:
+def describe_placement(placement: Placement) -> str:
+    """``TP8 PP1 DP1``."""
     text = f"TP{placement.tp_size} PP{placement.pp_size} DP{placement.dp_size}"
     return text + (f" CP{placement.cp_size}" if placement.cp_size != 1 else "")
 
 
-def _ranges(layers: tuple[int, ...]) -> str:
+def format_ranges(layers: Iterable[int]) -> str:
     """``0-29`` or ``5, 11, 17``: runs of neighbours joined."""
     runs: list[list[int]] = []
     for layer in layers:

@@ -19,9 +19,8 @@ from .places import LayerMemory
 __all__ = ["Cutter"]
 
 MAX_FRAGMENTS = 8192  # of one layer between two ranks, for each page
-MAX_TOTAL_FRAGMENTS = 1 << 18  # over all different cuts
 MAX_SHAPES = 64  # different memory shapes of one rank's layers in one group
-MAX_CUTS = 4096  # different pairs of shapes in a plan
+MAX_BOXES = 1 << 16  # parts x kinds of pieces, over all different pairs of shapes
 
 # A unit is not larger than this unless a fragment needs it, so that a large fragment can be split over rails.
 UNIT_BYTES = 65536
@@ -85,7 +84,7 @@ class Cutter:
         shapes = [[self._shapes(spec, rank) for rank in range(len(spec.memory))] for spec in (self._src, self._dst)]
         sizes: set[int] = set()
         seen = set()
-        total = 0
+        boxes = 0
         for src_rank, dst_rank in pairs:
             for group in shapes[0][src_rank].keys() & shapes[1][dst_rank].keys():
                 overlaps = self._overlaps(src_rank, dst_rank, group)
@@ -96,16 +95,17 @@ class Cutter:
                         if key in seen or src_layers.keys().isdisjoint(dst_layers):
                             continue
                         seen.add(key)
-                        if len(seen) > MAX_CUTS or total > MAX_TOTAL_FRAGMENTS:
+                        boxes += len(overlaps) * len(self._pieces[group].kinds)
+                        if boxes > MAX_BOXES:
                             raise PlanError(
-                                f"the caches need more than {MAX_CUTS} cuts or {MAX_TOTAL_FRAGMENTS} fragments"
+                                f"layers differ in so many ways that more than {MAX_BOXES} boxes must be cut"
                             )
                         layer = min(src_layers.keys() & dst_layers.keys())
                         cut = self._cut(src_layers[layer], dst_layers[layer], overlaps, active)
                         sizes.update(fragment.nbytes for fragment in cut)
-                        total += len(cut)
-        least = -(-max(sizes, default=1) // UNITS_PER_FRAGMENT)
-        return max(least, min(min(sizes, default=1), UNIT_BYTES))
+        smallest, largest = min(sizes, default=1), max(sizes, default=1)
+        share = -(-smallest // UNIT_BYTES)  # even shares of the smallest fragment, so that its last unit is a full one
+        return max(-(-smallest // share), -(-largest // UNITS_PER_FRAGMENT))
 
     def _overlaps(self, src_rank: int, dst_rank: int, group: int) -> tuple[_Overlap, ...]:
         src_tp, dst_tp = self._src.placement.coords(src_rank).tp, self._dst.placement.coords(dst_rank).tp

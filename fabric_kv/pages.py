@@ -25,7 +25,7 @@ from .layout import Group, check_range
 
 __all__ = ["PageMap", "PieceKind", "PieceRun", "Pieces", "Selected"]
 
-MAX_KINDS = 256
+MAX_KINDS = 64
 MAX_TOKENS = 1 << 40
 
 
@@ -141,7 +141,7 @@ class Pieces:
         Raises
         ------
         PlanError
-            If the page sizes share so small a factor that the pattern has more than 256 kinds of pieces.
+            If the page sizes share so small a factor that the pattern has more than 64 kinds of pieces.
         """
         if src.kind == "state":
             return cls((PieceKind(0, 1, 0, 0, 0, 0, 0, 0),), 0, 0, 0)

@@ -21,6 +21,7 @@ from .layout import MAX_HEADS, MAX_LAYERS, check_range
 __all__ = ["Coords", "Placement", "SourcePicker", "even_stages"]
 
 MAX_RANKS = 1024
+MAX_TP = 256
 
 
 class Coords(NamedTuple):
@@ -63,7 +64,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "dp_size", "cp_size"):
-            check_range(name, getattr(self, name), 1, MAX_RANKS, "ranks")
+            check_range(name, getattr(self, name), 1, MAX_TP if name == "tp_size" else MAX_RANKS, "ranks")
         if self.pp_layers is not None:
             check_range("number of pipeline stages", len(self.pp_layers), 1, MAX_RANKS)
             for count in self.pp_layers:
@@ -116,25 +117,27 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The rank that sits there (``cp_size`` 1)."""
         return (coords.dp * self.pp_size + coords.pp) * self.tp_size + coords.tp
 
-    def layers_of(self, pp: int, num_layers: int) -> range:
-        """Global layer indices of a pipeline stage."""
+    def stages(self, num_layers: int) -> list[range]:
+        """Global layer indices of each pipeline stage."""
         if self.pp_layers is None:
-            return range(num_layers)
-        if sum(self.pp_layers) != num_layers:
-            raise ConfigError(
-                f"pp_layers={self.pp_layers} sums to {sum(self.pp_layers)}: the model has {num_layers} layers"
-            )
-        begin = sum(self.pp_layers[:pp])
-        return range(begin, begin + self.pp_layers[pp])
+            return [range(num_layers)]
+        ends = list(itertools.accumulate(self.pp_layers, initial=0))
+        if ends[-1] != num_layers:
+            raise ConfigError(f"pp_layers={self.pp_layers} sums to {ends[-1]}: the model has {num_layers} layers")
+        return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+
+    def check_heads(self, heads: int) -> None:
+        """Raise ConfigError unless a part with ``heads`` heads can be placed."""
+        if self.head_ranges is not None and heads != 1:
+            top = max(end for _, end in self.head_ranges)
+            if top != heads:
+                raise ConfigError(f"head_ranges covers {top} heads: a part has {heads}")
 
     def heads_of(self, tp: int, heads: int) -> tuple[int, int]:
         """Heads [begin, end) of a part with ``heads`` heads that TP rank ``tp`` holds."""
         if heads == 1:
             return 0, 1
         if self.head_ranges is not None:
-            top = max(end for _, end in self.head_ranges)
-            if top != heads:
-                raise ConfigError(f"head_ranges covers {top} heads: a part has {heads}")
             return self.head_ranges[tp]
         if self.tp_size > heads:
             head = tp * heads // self.tp_size

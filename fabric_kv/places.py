@@ -9,6 +9,7 @@ Axes are named by letters, outermost first: L layer, K part (K or V), P page or 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -125,8 +126,12 @@ def offset_in(view: Any, base: Any) -> int:
 
 def local_layers(layout: KVLayout, placement: Placement, rank: int, group: int) -> tuple[int, ...]:
     """Global layers of a group that a rank holds."""
-    stage = placement.layers_of(placement.coords(rank).pp, layout.num_layers)
-    return tuple(layer for layer in layout.groups[group].layers if layer in stage)
+    return layers_in(layout.groups[group], placement.stages(layout.num_layers)[placement.coords(rank).pp])
+
+
+def layers_in(group: Group, stage: range) -> tuple[int, ...]:
+    """Layers of a group that a pipeline stage holds."""
+    return group.layers[bisect_left(group.layers, stage.start) : bisect_left(group.layers, stage.stop)]
 
 
 def place_arrays(

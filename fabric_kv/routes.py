@@ -20,7 +20,8 @@ from .placement import Coords
 __all__ = ["Routes"]
 
 MAX_SOURCE_SETS = 65536
-MAX_PAIRS = 1 << 18
+MAX_PAIRS = 1 << 16
+MAX_REMEMBERED = 1024
 
 
 class _HeadRoutes:
@@ -70,42 +71,44 @@ class Routes:
         sets = math.lcm(*(routes.num_sets for routes in self._by_heads.values()))
         # Head ranges of one's own can make the exact number absurd; any number is correct, this one is less even.
         self.num_source_sets = sets if sets <= MAX_SOURCE_SETS else MAX_SOURCE_SETS
-        stages = [
+        self._stages = [
             (a, b)
-            for a in range(self._src.pp_size)
-            for b in range(self._dst.pp_size)
-            if set(self._src.layers_of(a, src.layout.num_layers)) & set(self._dst.layers_of(b, src.layout.num_layers))
+            for a, mine in enumerate(self._src.stages(src.layout.num_layers))
+            for b, other in enumerate(self._dst.stages(src.layout.num_layers))
+            if max(mine.start, other.start) < min(mine.stop, other.stop)
         ]
-        self._stages = stages
+        self._tps = [
+            (a, b)
+            for a in range(self._src.tp_size)
+            for b in range(self._dst.tp_size)
+            if any(routes.overlap(a, b) for routes in self._by_heads.values())
+        ]
+        self._pairs: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
     def pairs(self, source_set: int, src_dp: int, dst_dp: int) -> tuple[tuple[int, int], ...]:
         """(src_rank, dst_rank) with something to send in this source set, sorted."""
         check_range("source_set", source_set, 0, self.num_source_sets - 1)
         check_range("src_dp", src_dp, 0, self._src.dp_size - 1)
         check_range("dst_dp", dst_dp, 0, self._dst.dp_size - 1)
-        tps = [
-            (a, b)
-            for a in range(self._src.tp_size)
-            for b in range(self._dst.tp_size)
-            if any(routes.active(a, b, source_set) for routes in self._by_heads.values())
-        ]
-        return tuple(
-            sorted(
-                (self._src.rank_of(Coords(src_dp, src_pp, a)), self._dst.rank_of(Coords(dst_dp, dst_pp, b)))
-                for src_pp, dst_pp in self._stages
-                for a, b in tps
+        key = (source_set, src_dp, dst_dp)
+        found = self._pairs.get(key)
+        if found is None:
+            by_heads = self._by_heads.values()
+            tps = [(a, b) for a, b in self._tps if any(routes.active(a, b, source_set) for routes in by_heads)]
+            if len(self._pairs) >= MAX_REMEMBERED:
+                self._pairs.clear()
+            found = self._pairs[key] = tuple(
+                sorted(
+                    (self._src.rank_of(Coords(src_dp, src_pp, a)), self._dst.rank_of(Coords(dst_dp, dst_pp, b)))
+                    for src_pp, dst_pp in self._stages
+                    for a, b in tps
+                )
             )
-        )
+        return found
 
     def all_pairs(self) -> list[tuple[int, int]]:
         """Every (src_rank, dst_rank) that sends something in any source set, between all data-parallel replicas."""
-        tps = [
-            (a, b)
-            for a in range(self._src.tp_size)
-            for b in range(self._dst.tp_size)
-            if any(routes.overlap(a, b) for routes in self._by_heads.values())
-        ]
-        count = len(tps) * len(self._stages) * self._src.dp_size * self._dst.dp_size
+        count = len(self._tps) * len(self._stages) * self._src.dp_size * self._dst.dp_size
         if count > MAX_PAIRS:
             raise PlanError(f"{count} pairs of ranks would exchange data: the limit is {MAX_PAIRS}")
         return [
@@ -113,7 +116,7 @@ class Routes:
             for src_dp in range(self._src.dp_size)
             for dst_dp in range(self._dst.dp_size)
             for src_pp, dst_pp in self._stages
-            for a, b in tps
+            for a, b in self._tps
         ]
 
     def overlapping_parts(self, src_rank: int, dst_rank: int, group: int) -> tuple[bool, ...]:

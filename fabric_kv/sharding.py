@@ -23,6 +23,7 @@ from .fragments import Fragment
 from .layout import KVLayout, check_range
 from .pages import PageMap, Pieces
 from .placement import Placement, SourcePicker
+from .report import PlanCost, cost_of, explain
 from .routes import Routes
 
 __all__ = [
@@ -36,6 +37,9 @@ __all__ = [
     "TransferPlan",
     "plan_transfer",
 ]
+
+
+MAX_REMEMBERED = 4096  # (rank, source set) pairs whose units are kept
 
 
 class PageWrite(NamedTuple):
@@ -215,6 +219,8 @@ class TransferPlan:
         key = (dst_rank, source_set)
         units = self._units.get(key)
         if units is None:
+            if len(self._units) >= MAX_REMEMBERED:
+                self._units.clear()
             units = self._units[key] = self._units_per_piece(dst_rank, source_set)
         total = 0
         for pieces, per_piece in zip(self._pieces, units, strict=True):
@@ -230,6 +236,21 @@ class TransferPlan:
             raise ConfigError(f"layer {layer} is not in group {group}: it is in {self.groups_of_layer(layer)}")
         active = self._routes.active_parts(src_rank, dst_rank, group, source_set)
         return self._cutter.fragments(src_rank, dst_rank, group, layer, active)
+
+    def piece_counts(self, group: int, num_tokens: int, *, cached: int = 0) -> tuple[int, ...]:
+        """Pieces of each kind (pages, where page sizes are equal) that a whole request sends in a group."""
+        check_range("group", group, 0, len(self._pieces) - 1)
+        return self._pieces[group].counts(num_tokens, cached)
+
+    def cost(
+        self, num_tokens: int, *, cached: int = 0, source_set: int = 0, src_dp: int = 0, dst_dp: int = 0
+    ) -> PlanCost:
+        """Bytes, writes and units of one request, for every pair of ranks."""
+        return cost_of(self, num_tokens, cached=cached, source_set=source_set, src_dp=src_dp, dst_dp=dst_dp)
+
+    def explain(self, source_set: int = 0, *, src_dp: int = 0, dst_dp: int = 0) -> str:
+        """A table of which source rank feeds which destination rank: layers, heads, writes per page."""
+        return explain(self, source_set, src_dp, dst_dp)
 
     def _units_per_piece(self, dst_rank: int, source_set: int) -> list[tuple[int, ...]]:
         """Units that a piece of each kind brings to a rank, summed over layers and sources; for each group."""

@@ -1,6 +1,6 @@
 """Boxes of bytes cut out of source pages and put into destination pages, as few contiguous fragments as possible.
 
->>> box = Box(0, 0, 4096, 0, 0, 8192, 128, ((16, 128, 128), (2, 2048, 2048)))   # 16 tokens x 2 heads of 128 bytes
+>>> box = Box(0, 0, 0, 4096, 0, 0, 8192, 128, ((16, 128, 128), (2, 2048, 2048)))   # 16 tokens x 2 heads of 128 bytes
 >>> simplify([box])[0].run
 4096
 
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Box", "Fragment", "fragments_of", "simplify"]
+__all__ = ["Box", "Cut", "Fragment", "cut_boxes", "simplify"]
 
 Axis = tuple[int, int, int]  # count, source stride, destination stride
 
@@ -21,6 +21,7 @@ Axis = tuple[int, int, int]  # count, source stride, destination stride
 class Box(NamedTuple):
     """``run`` contiguous bytes at every point of a grid, inside each page."""
 
+    part: int  # that it begins with
     src_region: int
     src_offset: int
     src_stride: int  # from page to page
@@ -29,6 +30,19 @@ class Box(NamedTuple):
     dst_stride: int
     run: int
     axes: tuple[Axis, ...]
+
+
+class Cut(NamedTuple):
+    """A fragment before it has its place: offsets count from where part number ``part`` starts."""
+
+    part: int
+    kind: int  # index of the piece kind
+    src_offset: int
+    dst_offset: int
+    nbytes: int
+    rows: int
+    src_row_stride: int
+    dst_row_stride: int
 
 
 class Fragment(NamedTuple):
@@ -71,7 +85,7 @@ def simplify(boxes: Iterable[Box]) -> list[Box]:
         for box in work:
             last = joined[-1] if joined else None
             if last is not None and box == last._replace(
-                src_offset=last.src_offset + last.run, dst_offset=last.dst_offset + last.run, run=box.run
+                part=box.part, src_offset=last.src_offset + last.run, dst_offset=last.dst_offset + last.run, run=box.run
             ):
                 joined[-1] = last._replace(run=last.run + box.run)
             else:
@@ -81,8 +95,11 @@ def simplify(boxes: Iterable[Box]) -> list[Box]:
         work = [_collapse(box) for box in joined]
 
 
-def fragments_of(kind: int, boxes: Iterable[Box]) -> list[Fragment]:
-    """Fragments with at most one row axis, the longest one; shorter axes become fragments of their own."""
+def cut_boxes(kind: int, boxes: Iterable[Box]) -> list[Cut]:
+    """Fragments with at most one row axis, the longest one; shorter axes become fragments of their own.
+
+    Offsets are those of the boxes: not yet relative to a part.
+    """
     out = []
     for box in simplify(boxes):
         axes = sorted(box.axes, key=lambda axis: axis[0])
@@ -90,10 +107,5 @@ def fragments_of(kind: int, boxes: Iterable[Box]) -> list[Fragment]:
         for point in itertools.product(*(range(count) for count, _, _ in axes)):
             src = box.src_offset + sum(i * axis[1] for i, axis in zip(point, axes, strict=True))
             dst = box.dst_offset + sum(i * axis[2] for i, axis in zip(point, axes, strict=True))
-            out.append(
-                Fragment(
-                    kind, box.src_region, src, box.src_stride, box.dst_region, dst, box.dst_stride,
-                    box.run, rows, src_row, dst_row,
-                )
-            )  # fmt: skip
+            out.append(Cut(box.part, kind, src, dst, box.run, rows, src_row, dst_row))
     return out

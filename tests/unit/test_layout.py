@@ -324,3 +324,26 @@ def test_dense_memory_has_no_gaps(packing):
             for page, head, row in itertools.product(range(PAGES), range(heads), range(TOKENS))
         ]
         assert sorted(rows) == list(range(0, size, DIM * 2))
+
+
+def test_parts_that_touch_in_some_layers_only():
+    """A cut is shared by layers of one shape; the same strides at other distances are another shape."""
+    layout = layout_of(num_layers=4)
+    half = HEADS * TOKENS * DIM * 2
+    shape, steps = (PAGES, HEADS, TOKENS, DIM), (3 * half, TOKENS * DIM * 2, DIM * 2, 2)
+    places = [(0, half), (0, 2 * half), (half, 0), (2 * half, half)]  # of K and V inside a page
+    placed = [
+        Placed(Strided(shape, steps, 2), "PHND", layers=[layer], parts=[name], region=layer, offset=offset)
+        for layer, offsets in enumerate(places)
+        for name, offset in zip("KV", offsets, strict=True)
+    ]
+    memory = RankMemory.build(placed, layout=layout, region_bytes=[3 * half * PAGES] * 4)
+    spec = CacheSpec(layout, Placement(), (memory,))
+    plan = plan_transfer(spec, spec)
+    assert [[f.nbytes for f in plan.fragments(0, 0, 0, layer)] for layer in range(4)] == [
+        [2 * half],
+        [half, half],
+        [2 * half],
+        [2 * half],
+    ]
+    Simulation(plan, [Request(7, extra_pages=0)]).run()

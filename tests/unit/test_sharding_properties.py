@@ -71,7 +71,9 @@ def specs(draw, layout):
         )
         h, n = sorted((outer.index("H"), outer.index("N")))
         outer[h], outer[n] = ("H", "N") if group.order == "HND" else ("N", "H")
-        orders.append(("".join(outer), draw(st.integers(0, 2)), draw(st.booleans())))
+        # Or: all parts of a page together, with gaps that differ from layer to layer.
+        gaps = draw(st.none() | st.lists(st.integers(0, 1), min_size=12, max_size=12))
+        orders.append(("".join(outer), draw(st.integers(0, 2)), draw(st.booleans()), gaps))
     memory = [_memory(layout, placement, rank, orders) for rank in range(placement.num_ranks)]
     return CacheSpec(layout, placement, tuple(memory))
 
@@ -79,10 +81,14 @@ def specs(draw, layout):
 def _memory(layout, placement, rank, orders):
     placed, sizes = [], [0]
     tp = placement.coords(rank).tp
-    for index, (outer, padding, own_region) in enumerate(orders):
+    for index, (outer, padding, own_region, gaps) in enumerate(orders):
         group = layout.groups[index]
         layers = local_layers(layout, placement, rank, index)
         if not layers:
+            continue
+        if gaps is not None:
+            for layer in layers:
+                sizes[-1] = _page_of_parts(placed, placement, tp, index, group, layer, gaps, len(sizes) - 1, sizes[-1])
             continue
         shared = "K" in outer
         for parts in [group.parts] if shared else [(part,) for part in group.parts]:
@@ -105,6 +111,23 @@ def _memory(layout, placement, rank, orders):
             placed.append(Placed(array, axes, index, layers, names, region, sizes[region]))
             sizes[region] += stride
     return RankMemory.build(placed, layout=layout, placement=placement, rank=rank, region_bytes=sizes)
+
+
+def _page_of_parts(placed, placement, tp, index, group, layer, gaps, region, start):
+    """One layer: pages that hold all parts, each behind a gap; returns where the layer ends."""
+    inside, views = 0, []
+    for number, part in enumerate(group.parts):
+        begin, end = placement.heads_of(tp, part.heads)
+        heads, rows, itemsize = end - begin, group.rows_of(part), DTYPE_BYTES[part.dtype]
+        inside += gaps[(layer * 3 + number) % len(gaps)]
+        hnd = (rows * part.row_bytes, part.row_bytes)
+        steps = hnd if group.order == "HND" else (part.row_bytes, heads * part.row_bytes)
+        views.append((part, (NUM_PAGES, heads, rows, part.dim), (*steps, itemsize), itemsize, start + inside))
+        inside += heads * rows * part.row_bytes
+    for part, shape, steps, itemsize, offset in views:
+        array = Strided(shape, (inside, *steps), itemsize)
+        placed.append(Placed(array, "PHND", index, [layer], [part.name], region, offset))
+    return start + NUM_PAGES * inside
 
 
 @st.composite

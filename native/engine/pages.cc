@@ -17,8 +17,9 @@ void check_side(const char* side, const std::vector<std::int64_t>& pages, std::u
     if (*low < 0)
         throw Error(ErrorKind::kConfig, name + "_pages[" + std::to_string(low - pages.begin()) +
                                             "] = " + std::to_string(*low) + " is negative: page indices start at 0");
+    // Compared in two steps, since the whole sum can pass 2^128.
     const Wide tail = Wide{offset} + Wide{rows - 1} * row_stride + nbytes;
-    if (tail + Wide(static_cast<std::uint64_t>(*high)) * stride <= region_bytes) return;
+    if (tail <= region_bytes && Wide(static_cast<std::uint64_t>(*high)) * stride <= region_bytes - tail) return;
     std::string limit = "no page fits";
     if (tail <= region_bytes)
         limit = stride == 0 ? "only offset 0 fits"

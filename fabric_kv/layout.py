@@ -197,10 +197,18 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         page_tokens: int,
         dtype: str = "bfloat16",
         order: Order = "HND",
+        scale_dtype: str = "",
+        scale_rows: int = 0,
         model: str = "",
     ) -> KVLayout:
-        """Full attention in every layer, K and V of the same form: Llama, Qwen3, and most others."""
-        parts = (Part("K", kv_heads, head_dim, dtype), Part("V", kv_heads, head_dim, dtype))
+        """Full attention in every layer, K and V of the same form: Llama, Qwen3, and most others.
+
+        ``scale_dtype`` adds the parts K_scale and V_scale, one element per head and token, or, with ``scale_rows=1``,
+        per head and page.
+        """
+        parts: tuple[Part, ...] = (Part("K", kv_heads, head_dim, dtype), Part("V", kv_heads, head_dim, dtype))
+        if scale_dtype:
+            parts += tuple(Part(name, kv_heads, 1, scale_dtype, scale_rows) for name in ("K_scale", "V_scale"))
         group = Group("attention", "attention", tuple(range(num_layers)), page_tokens, parts, order)
         return cls(num_layers, (group,), model)
 

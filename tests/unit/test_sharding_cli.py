@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,3 +116,10 @@ def test_explain_names_shards():
     lines = plan.explain().splitlines()
     assert lines[0].startswith("prefill TP3 PP1 DP1 -> decode TP1 PP2 DP1")
     assert " ".join(lines[3].split()) == "0 (dp0 pp0 tp0) 1 (dp0 pp1 tp0) attention 1-3 0 of 3 2 x 2048 B"
+
+
+def test_the_example_in_the_documentation_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "docs/sharding.md", "exec"), {})
+    assert "source set 0 of 1" in capsys.readouterr().out

@@ -11,7 +11,8 @@ import pytest
 from fabric_kv.errors import ConfigError, PlanError
 from fabric_kv.layout import Group, KVLayout, Part
 from fabric_kv.placement import Placement, SourcePicker, even_stages
-from fabric_kv.sharding import CacheSpec, plan_transfer
+from fabric_kv.places import Placed
+from fabric_kv.sharding import CacheSpec, RankMemory, plan_transfer
 
 from .cache_oracle import Request, Simulation
 
@@ -266,6 +267,35 @@ def test_scale_per_page_needs_equal_page_sizes():
     Simulation(plan_of(layout, Placement(tp_size=2), Placement()), [Request(9, 4)]).run()
     with pytest.raises(PlanError, match="part scale has no token axis"):
         plan_of(layout, Placement(), Placement(), dst_page=8)
+
+
+@pytest.mark.parametrize("scale_rows", [0, 1])
+def test_fp8_with_scales_in_regions_of_their_own(scale_rows):
+    layout = KVLayout.attention(
+        num_layers=2,
+        kv_heads=4,
+        head_dim=6,
+        page_tokens=4,
+        dtype="float8_e4m3fn",
+        scale_dtype="float32",
+        scale_rows=scale_rows,
+    )
+    specs = []
+    for tp in (4, 2):
+        memory = []
+        for rank in range(tp):
+            heads = 4 // tp
+            values = np.zeros((2, 2, 16, heads, 4, 6), np.uint8)
+            scales = np.zeros((2, 2, 16, heads, scale_rows or 4, 1), np.float32)
+            placed = [
+                Placed(values, "LKPHND", parts=["K", "V"]),
+                Placed(scales, "LKPHND", parts=["K_scale", "V_scale"], region=1),
+            ]
+            placement = Placement(tp_size=tp)
+            memory.append(RankMemory.build(placed, layout=layout, placement=placement, rank=rank))
+        specs.append(CacheSpec(layout, placement, tuple(memory)))
+    Simulation(plan_transfer(*specs), [Request(13, 4, (6,)), Request(3)]).run()
+    Simulation(plan_transfer(*reversed(specs)), [Request(13, 4, (6,))]).run()
 
 
 def test_data_parallel_replicas_must_have_one_shape():

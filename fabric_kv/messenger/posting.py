@@ -98,6 +98,9 @@ class Poster:
         self._tails = tails
         self._on_retired = on_retired
         self._on_refused = on_refused
+        # Room that writes leave to control messages: a Cancel must not wait for the very writes that it is to stop.
+        self._max_open = max(1, engine.options.max_transfers - max(1, engine.options.max_transfers // 8))
+        self._num_open = 0
         self._backlog: deque[Submission] = deque()
         self._tail_backlog: deque[TailSubmission] = deque()  # Of its own: a tail may wait for a slot, pages do not.
 
@@ -169,7 +172,11 @@ class Poster:
     def _try_post(self, outflow: Outflow, call: Callable[[], Transfer], slot: int | None) -> bool:
         """False if the engine is full; True if the submission needs no further attempt."""
         if not outflow.serve.may_post:
+            self._free_slot(slot)
             return True
+        if self._num_open >= self._max_open:
+            self._free_slot(slot)
+            return False
         try:
             transfer = call()
         except WouldBlockError:
@@ -181,6 +188,7 @@ class Poster:
             return True
         outflow.serve, _ = serve_step(outflow.serve, Posted())
         outflow.open.add(transfer)
+        self._num_open += 1
         transfer.add_done_callback(lambda ended: self._actor.post(partial(self._retired, outflow, slot, ended)))
         return True
 
@@ -191,6 +199,7 @@ class Poster:
     def _retired(self, outflow: Outflow, slot: int | None, transfer: Transfer) -> None:
         with self.lock:
             outflow.open.discard(transfer)
+            self._num_open -= 1
         self._free_slot(slot)
         self._on_retired(outflow, transfer.exception(0))
         self.retry()

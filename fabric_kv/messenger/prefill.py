@@ -175,8 +175,8 @@ class PrefillMessenger(PrefillSessions):
         """
         with self._poster.lock:
             serving = self._find(key)
-            if serving is None:
-                return
+            if serving is None or not serving.serve.may_post:
+                return  # It ended meanwhile, or is about to: the scheduler was told, or will be.
             if not serving.last_chunk_seen or serving.finished:
                 wrong = "was finished before" if serving.finished else "has had no final chunk"
                 raise ConfigError(f"cannot finish {serving.key_text}: it {wrong}")

@@ -1,5 +1,7 @@
 """What travels between the messengers: golden bytes, limits, and bytes that no honest peer would send."""
 
+import contextlib
+
 import msgspec
 import numpy as np
 import pytest
@@ -93,10 +95,8 @@ def test_damaged_messages_are_refused_by_type(message, data):
     for _ in range(data.draw(st.integers(1, 3))):
         frame[data.draw(st.integers(4, len(frame) - 1))] = data.draw(st.integers(0, 255))
     frame = frame[: data.draw(st.integers(0, len(frame)))]
-    try:
+    with contextlib.suppress(ProtocolError):
         wire.decode(bytes(frame))
-    except ProtocolError:
-        pass
 
 
 def body(**changes):

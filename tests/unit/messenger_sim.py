@@ -1,0 +1,305 @@
+"""One prefill and one decode messenger on a MemoryFabric, on one thread and one clock, every choice from one seed.
+
+Sources are written right before ``layer_done`` and spoilt as soon as they are handed back; destination pages are reset
+to a canary as soon as they are handed back. So whatever is read too late, written too late, or put in the wrong place
+shows up in the arrays.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from fabric_kv.cache import CacheSpec
+from fabric_kv.config import Bounds, EngineOptions
+from fabric_kv.layout import KVLayout
+from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
+from fabric_kv.messenger.actor import ManualActor
+from fabric_kv.placement import Placement
+from fabric_kv.testing import MemoryFabric
+
+LAYERS, HEADS, DIM = 2, 3, 2
+CANARY, SPOILT = -1.0, -2.0
+BOUNDS = Bounds(handshake_s=1.0, accept_s=5.0, request_s=30.0, cancel_s=1.0, drain_s=2.0)
+
+
+def make_cache(tp_size, num_pages, page_tokens, fill, *, layers=LAYERS, heads=HEADS):
+    layout = KVLayout.attention(
+        num_layers=layers, kv_heads=heads, head_dim=DIM, page_tokens=page_tokens, dtype="float32"
+    )
+    placement = Placement(tp_size=tp_size)
+    shapes = []
+    for rank in range(tp_size):
+        begin, end = placement.heads_of(rank, heads)
+        shapes.append((layers, 2, num_pages, end - begin, page_tokens, DIM))
+    arrays = [np.full(shape, fill, np.float32) for shape in shapes]
+    return CacheSpec.from_arrays(layout, placement, arrays), arrays
+
+
+def stamp(number, num_tokens):
+    """What the model would compute: every cell of every request differs. Axes: layer, K/V, token, head, element."""
+    shape = (LAYERS, 2, num_tokens, HEADS, DIM)
+    return (np.arange(np.prod(shape), dtype=np.float32) + 2000 * (number + 1)).reshape(shape)
+
+
+class ToyScheduler:
+    """Runs requests chunk by chunk and layer by layer, one small action at a time."""
+
+    def __init__(self, sim):
+        self.sim = sim
+        self.refuse = None  # a reason
+        self.pause = False
+        self.jobs = {}
+        self.offered, self.released, self.failed = [], [], []
+
+    def on_request(self, request):
+        self.offered.append(request.key)
+        if self.refuse is not None:
+            return Reject(self.refuse)
+        needed = -(-request.num_tokens // self.sim.src_page_tokens)
+        if needed > len(self.sim.src_free):
+            raise Reject(f"{needed} pages are needed, {len(self.sim.src_free)} are free")
+        pages = [self.sim.src_free.pop() for _ in range(needed)]
+        self.jobs[request.key] = Job(self.sim, request, np.array(pages))
+        return None
+
+    def on_released(self, key):
+        self.released.append(key)
+        self.jobs.pop(key).give_back()
+
+    def on_failed(self, key, error):
+        self.failed.append((key, error))
+        self.jobs.pop(key).give_back()
+
+    def work(self):
+        """One action of one request; False if there is none."""
+        ready = [] if self.pause else [job for job in self.jobs.values() if not job.finished]
+        if not ready:
+            return False
+        self.sim.random.choice(ready).work()
+        return True
+
+
+class Job:
+    def __init__(self, sim, request, pages):
+        self.sim, self.request, self.pages = sim, request, pages
+        self.number = int.from_bytes(request.params, "little")
+        self.values = stamp(self.number, request.num_tokens)
+        self.at = 0
+        self.step = None
+        self.layers_left = []
+        self.chunk = (0, 0)
+        self.finished = False
+
+    def work(self):
+        total = self.request.num_tokens
+        if self.layers_left:
+            layer = self.layers_left.pop(0)
+            self.write_source(layer)
+            self.sim.prefill.layer_done(self.step, layer)
+        elif self.at < total:
+            end = min(total, self.at + self.sim.random.randint(1, 9))
+            self.chunk = (self.at, end)
+            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total)
+            self.step = self.sim.prefill.begin_step([chunk])
+            self.layers_left = list(range(LAYERS))
+            self.at = end
+        else:
+            self.finished = True
+            self.sim.prefill.finish(
+                self.request.key, self.sim.tail_of(self.number) if self.request.wants_tail else None
+            )
+
+    def write_source(self, layer):
+        for token in range(*self.chunk):
+            page, row = divmod(token, self.sim.src_page_tokens)
+            for rank, array in enumerate(self.sim.src):
+                begin, end = self.sim.src_spec.placement.heads_of(rank, HEADS)
+                array[layer, :, self.pages[page], :, row] = self.values[layer, :, token, begin:end]
+
+    def give_back(self):
+        for array in self.sim.src:
+            array[:, :, self.pages] = SPOILT
+        self.sim.src_free += self.pages.tolist()
+
+
+class Sim:
+    """Both sides, and the fabric between them."""
+
+    def __init__(
+        self,
+        seed,
+        *,
+        prefill_tp=1,
+        decode_tp=1,
+        src_page_tokens=4,
+        dst_page_tokens=4,
+        tails=True,
+        options=EngineOptions(),
+        bounds=BOUNDS,
+        connect=True,
+        num_pages=48,
+    ):
+        print(f"seed {seed}")
+        self.random = random.Random(seed)
+        self.fabric = MemoryFabric(seed)
+        self.clock = [0.0]
+        self.bounds = bounds
+        self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens
+        self.src_spec, self.src = make_cache(prefill_tp, num_pages, src_page_tokens, SPOILT)
+        self.dst_spec, self.dst = make_cache(decode_tp, num_pages, dst_page_tokens, CANARY)
+        self.src_free = self.random.sample(range(num_pages), num_pages)
+        self.dst_free = self.random.sample(range(num_pages), num_pages)
+        self.num_pages = num_pages
+        self.prefill_engine, self.decode_engine = self.fabric.engine(options), self.fabric.engine(options)
+        self.prefill_tails = TailPool(self.prefill_engine, "float32", (3,), num_slots=2) if tails else None
+        self.decode_tails = TailPool(self.decode_engine, "float32", (3,), num_slots=8) if tails else None
+        self.scheduler = ToyScheduler(self)
+        self.prefill_actor, self.decode_actor = ManualActor("prefill", self.clock), ManualActor("decode", self.clock)
+        self.prefill = PrefillMessenger(
+            self.prefill_engine,
+            self.src_spec,
+            [[self.prefill_engine.register(array)] for array in self.src],
+            self.scheduler,
+            bounds,
+            tail=self.prefill_tails,
+            actor=self.prefill_actor,
+        )
+        self.decode = DecodeMessenger(
+            self.decode_engine,
+            self.dst_spec,
+            [[self.decode_engine.register(array)] for array in self.dst],
+            self.decode_tails,
+            bounds,
+            actor=self.decode_actor,
+        )
+        self.actors = [self.prefill_actor, self.decode_actor]
+        self.fetches = []
+        self.peer = self.connect() if connect else None
+
+    # --- Time ---------------------------------------------------------------------------------------------------------
+
+    def step(self):
+        """One thing happens, somewhere; False if nothing can but the passing of time."""
+        actions = [self.fabric.step, self.scheduler.work, *(lambda a=actor: a.run(1) for actor in self.actors)]
+        self.random.shuffle(actions)
+        return any(action() for action in actions)
+
+    def run(self, until=lambda: False, limit=100_000):
+        """Go on until the condition holds; time jumps to the next timer when nothing else happens."""
+        for _ in range(limit):
+            if until():
+                return
+            if self.step():
+                continue
+            timers = [actor.next_timer for actor in self.actors if actor.next_timer is not None]
+            if not timers:
+                return
+            self.clock[0] = max(self.clock[0], min(timers))
+            for actor in self.actors:
+                actor.run(0)
+        raise AssertionError(f"no end after {limit} steps")
+
+    def settle(self):
+        """Let everything happen that needs no passing of time."""
+        while self.step():
+            pass
+
+    # --- The decode side's caller -------------------------------------------------------------------------------------
+
+    def connect(self, address=None):
+        future = self.decode._begin_connect(address or self.prefill_engine.address, self.bounds.handshake_s)
+        self.run(future.done)
+        return future.result(0)
+
+    def tail_of(self, number):
+        return np.array([number, number + 0.25, -number], np.float32)
+
+    def submit(self, num_tokens, *, deadline_s=None, cached_tokens=0):
+        return Fetch(self, num_tokens, deadline_s, cached_tokens)
+
+    # --- What must hold at the end ------------------------------------------------------------------------------------
+
+    def check_all(self):
+        """Every request has ended, right or with its pages accounted for; nothing else was touched or kept."""
+        self.settle()
+        for fetch in self.fetches:
+            assert fetch.handle.done(), fetch.handle
+        set_aside = {page for fetch in self.fetches for page in fetch.pages.tolist() if fetch.poisoned}
+        free = [page for page in range(self.num_pages) if page not in set_aside]
+        assert sorted(self.dst_free) == free
+        for array in self.dst:
+            assert (array[:, :, free] == CANARY).all(), "a page was written after it had been handed back"
+        ended = [*self.scheduler.released, *(key for key, _ in self.scheduler.failed)]
+        assert len(set(ended)) == len(ended), "a request ended twice on the prefill side"
+
+    def check_nothing_left(self):
+        """Both sides are as they were at the start."""
+        state = self.prefill.state()
+        assert (state["requests"], state["open_steps"], state["backlog"]) == ([], 0, 0)
+        assert self.decode.state()["requests"] == []
+        assert sorted(self.src_free) == list(range(self.num_pages))
+        for pool in (self.prefill_tails, self.decode_tails):
+            assert pool is None or pool.num_free + pool.num_poisoned == pool.num_slots
+        poisoned = sum(fetch.poisoned for fetch in self.fetches)
+        assert self.decode_engine.counters_in_use == 0
+        assert self.decode_tails is None or self.decode_tails.num_poisoned == poisoned
+        assert len(self.decode.poisoned) == poisoned
+
+
+class Fetch:
+    """A submitted request, which is checked the moment it ends."""
+
+    def __init__(self, sim, num_tokens, deadline_s, cached_tokens):
+        self.sim, self.num_tokens, self.cached = sim, num_tokens, cached_tokens
+        self.number = len(sim.fetches)
+        needed = -(-num_tokens // sim.dst_page_tokens)
+        self.pages = np.array([sim.dst_free.pop() for _ in range(needed)])
+        self.poisoned = False
+        self.ends = 0
+        self.result = self.error = None
+        self.before_reset = lambda: None
+        try:
+            self.handle = sim.decode.submit(
+                sim.peer,
+                Request(
+                    request_id=f"request {self.number}",
+                    tokens=np.arange(num_tokens),
+                    pages=[self.pages],
+                    cached_tokens=cached_tokens,
+                    deadline_s=deadline_s,
+                    params=self.number.to_bytes(4, "little"),
+                ),
+            )
+        except Exception:
+            sim.dst_free += self.pages.tolist()
+            raise
+        sim.fetches.append(self)
+        self.handle.add_done_callback(self.on_done)
+
+    def on_done(self, handle):
+        self.ends += 1
+        assert self.ends == 1
+        self.error = handle.exception(0)
+        if self.error is None:
+            self.result = handle.result(0)
+            self.check_pages()
+        elif not self.error.pages_clean:
+            self.poisoned = True
+            return
+        self.before_reset()
+        for array in self.sim.dst:
+            array[:, :, self.pages] = CANARY
+        self.sim.dst_free += self.pages.tolist()
+
+    def check_pages(self):
+        expected = stamp(self.number, self.num_tokens)
+        for token in range(self.cached, self.num_tokens):
+            page, row = divmod(token, self.sim.dst_page_tokens)
+            for rank, array in enumerate(self.sim.dst):
+                begin, end = self.sim.dst_spec.placement.heads_of(rank, HEADS)
+                found = array[:, :, self.pages[page], :, row]
+                assert (found == expected[:, :, token, begin:end]).all(), f"token {token} of rank {rank}"
+        if self.sim.decode_tails is not None:
+            assert self.result.tail.tolist() == self.sim.tail_of(self.number).tolist()

@@ -1,0 +1,458 @@
+"""Both messengers over the in-memory fabric: what arrives, what is handed back, and what is said about it."""
+
+import pytest
+
+from fabric_kv.config import EngineOptions
+from fabric_kv.errors import (
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestRejectedError,
+    RequestTimeoutError,
+    WouldBlockError,
+)
+from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState
+
+from .messenger_sim import Sim
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (3, 1), (1, 3), (3, 3)])
+@pytest.mark.parametrize("tails", [True, False], ids=["tail", "no tail"])
+def test_every_byte_arrives_in_its_place(seed, prefill_tp, decode_tp, tails):
+    sim = Sim(seed, prefill_tp=prefill_tp, decode_tp=decode_tp, tails=tails)
+    fetches = [sim.submit(n) for n in (1, 4, 5, 19)]
+    sim.run(lambda: all(fetch.handle.done() for fetch in fetches))
+    assert [fetch.handle.poll() for fetch in fetches] == [RequestState.READY] * 4
+    sim.check_all()
+    sim.check_nothing_left()
+    assert len(sim.scheduler.released) == 4
+
+
+@pytest.mark.parametrize(("src", "dst"), [(4, 8), (8, 4), (4, 6)])
+def test_pages_of_other_sizes_are_reassembled(seed, src, dst):
+    sim = Sim(seed, prefill_tp=3, src_page_tokens=src, dst_page_tokens=dst)
+    sim.submit(21), sim.submit(8)
+    sim.run(lambda: all(fetch.handle.done() for fetch in sim.fetches))
+    assert all(fetch.result for fetch in sim.fetches)
+    sim.check_all()
+
+
+def test_cached_tokens_are_not_sent(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(18, cached_tokens=8)
+    cached = fetch.pages[:2]
+    for array in sim.dst:
+        array[:, :, cached] = 7.0
+    kept = []
+    fetch.before_reset = lambda: kept.extend((array[:, :, cached] == 7.0).all() for array in sim.dst)
+    sim.run(fetch.handle.done)
+    assert fetch.result
+    assert kept == [True]
+    sim.check_all()
+
+
+def test_a_full_engine_delays_and_loses_nothing(seed):
+    """Two transfers at a time: messages and writes queue for them."""
+    sim = Sim(seed, prefill_tp=3, options=EngineOptions(max_transfers=2))
+    for n in (9, 17, 3, 12):
+        sim.submit(n)
+    sim.run(lambda: all(fetch.handle.done() for fetch in sim.fetches))
+    assert all(fetch.result for fetch in sim.fetches)
+    assert sim.prefill.state()["counts"]["backlogged"] > 0
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_more_tails_than_slots_wait_for_one_another(seed):
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    fetches = [sim.submit(4) for _ in range(6)]
+    sim.settle()
+    sim.fabric.hold_writes = True
+    sim.scheduler.pause = False
+    sim.settle()
+    assert sim.prefill_tails.num_free == 0
+    sim.fabric.hold_writes = False
+    sim.run(lambda: all(fetch.handle.done() for fetch in fetches))
+    assert all(fetch.result for fetch in fetches)
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_a_reject_carries_its_reason_and_nothing_was_written(seed):
+    sim = Sim(seed)
+    sim.scheduler.refuse = "no room at the inn"
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert isinstance(fetch.error, RequestRejectedError)
+    assert "no room at the inn" in str(fetch.error)
+    assert (fetch.error.pages_clean, fetch.error.reason) == (True, "rejected")
+    sim.check_all()
+    sim.check_nothing_left()
+    assert not sim.scheduler.failed
+
+
+def test_a_scheduler_that_raises_rejects_and_the_next_request_works(seed):
+    sim = Sim(seed)
+    sim.scheduler.on_request, kept = None, sim.scheduler.on_request
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert "the scheduler failed: TypeError" in str(fetch.error)
+    sim.scheduler.on_request = kept
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert fetch.result
+    assert sim.prefill.state()["counts"]["callback_errors"] == 1
+
+
+def test_a_reject_by_exception_is_a_reject(seed):
+    sim = Sim(seed, num_pages=6)
+    sim.src_free[:] = sim.src_free[:1]
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert "2 pages are needed, 1 are free" in str(fetch.error)
+
+
+def test_a_failed_write_is_told_after_its_siblings_have_ended(seed):
+    sim = Sim(seed, prefill_tp=3)
+    fetch = sim.submit(20)
+    sim.fabric.hold_writes = True
+    sim.settle()
+    sim.fabric.hold_writes = False
+    sim.fabric.fail_writes = 1
+    while not sim.scheduler.failed:
+        assert not fetch.handle.done()
+        assert sim.step()
+    assert not [write for write in sim.prefill_engine._open.values() if write is not None]
+    sim.run(fetch.handle.done)
+    assert isinstance(fetch.error, RequestFailedError)
+    assert "an injected error" in str(fetch.error)
+    # The outcome of the write that failed is unknown: its bytes may still be on the way.
+    assert fetch.error.pages_clean is False
+    sim.check_all()
+    sim.check_nothing_left()
+    assert [type(error) for _, error in sim.scheduler.failed] == [RequestFailedError]
+
+
+def test_a_request_that_the_scheduler_gives_up_ends_clean(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(20)
+    sim.run(lambda: sim.scheduler.offered)
+    sim.run(lambda: sim.scheduler.jobs[sim.scheduler.offered[0]].at > 8)
+    sim.scheduler.pause = True
+    sim.prefill.fail(sim.scheduler.offered[0], "preempted for good")
+    sim.run(fetch.handle.done)
+    assert isinstance(fetch.error, RequestFailedError)
+    assert "preempted for good" in str(fetch.error)
+    assert fetch.error.pages_clean
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+@pytest.mark.parametrize("steps", [0, 3, 20, 60, 120])
+def test_cancel_at_any_time_hands_back_clean_pages(seed, steps):
+    sim = Sim(seed + steps, prefill_tp=3)
+    fetch = sim.submit(24)
+    for _ in range(steps):
+        sim.step()
+    fetch.handle.cancel()
+    fetch.handle.cancel()
+    sim.run(fetch.handle.done)
+    if fetch.error is not None:
+        assert isinstance(fetch.error, RequestCancelledError)
+        assert fetch.error.pages_clean
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_a_deadline_cancels_first_and_then_reports(seed):
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    fetch = sim.submit(8, deadline_s=3.0)
+    sim.run(lambda: fetch.handle.poll() is RequestState.CANCELLING)
+    assert sim.clock[0] == pytest.approx(3.0)
+    sim.run(fetch.handle.done)
+    assert isinstance(fetch.error, RequestTimeoutError)
+    assert isinstance(fetch.error, TimeoutError)
+    assert (fetch.error.pages_clean, fetch.error.reason) == (True, "timed_out")
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_no_answer_at_all_is_bounded(seed):
+    sim = Sim(seed)
+    sim.fabric.drop_messages = 1.0
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert sim.clock[0] == pytest.approx(sim.bounds.accept_s + sim.bounds.cancel_s)
+    assert isinstance(fetch.error, RequestTimeoutError)
+    assert "neither accepted nor rejected within 5 s" in str(fetch.error)
+    # The Request may still arrive over there.
+    assert fetch.error.pages_clean is False
+    sim.check_all()
+
+
+def test_poisoned_pages_are_refused_until_the_engine_is_closed(seed):
+    sim = Sim(seed)
+    sim.fabric.drop_messages = 1.0
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    sim.fabric.drop_messages = 0.0
+    sim.dst_free += fetch.pages.tolist()[::-1]
+    with pytest.raises(ConfigError, match=f"page {min(fetch.pages)} may still be written"):
+        sim.submit(8)
+    state = sim.decode.state()
+    assert (state["poisoned_pages"], state["counts"]["poisoned_requests"]) == (2, 1)
+    assert [item.request_id for item in sim.decode.poisoned] == ["request 0"]
+
+
+def test_the_prefill_side_gives_up_on_its_own_deadline(seed):
+    """Decode dies in silence: no heartbeat here, so only the deadline frees the source pages."""
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    sim.submit(8, deadline_s=3.0)
+    sim.settle()
+    sim.fabric.engines[sim.decode_engine.epoch].dead = True
+    sim.actors.remove(sim.decode_actor)
+    sim.run(lambda: sim.scheduler.failed)
+    assert isinstance(sim.scheduler.failed[0][1], RequestTimeoutError)
+    assert sim.clock[0] == pytest.approx(3.0)
+    assert len(sim.src_free) == sim.num_pages
+
+
+@pytest.mark.parametrize("steps", [0, 10, 40, 90])
+def test_a_dead_prefill_side_ends_requests_with_dirty_pages(seed, steps):
+    sim = Sim(seed + steps, prefill_tp=3)
+    fetch = sim.submit(24)
+    for _ in range(steps):
+        sim.step()
+    sim.fabric.kill(sim.prefill_engine)
+    sim.actors.remove(sim.prefill_actor)
+    sim.scheduler.pause = True
+    sim.run(fetch.handle.done)
+    if fetch.error is not None:
+        assert isinstance(fetch.error, PeerLostError)
+        assert isinstance(fetch.error, ConnectionError)
+        assert fetch.error.pages_clean is False
+    assert not sim.peer.alive
+    sim.dst_free += [0] * 9
+    with pytest.raises(PeerLostError) as caught:
+        sim.submit(4)
+    assert caught.value.pages_clean
+    del sim.dst_free[-9:]
+
+
+@pytest.mark.parametrize("steps", [0, 10, 40, 90])
+def test_a_dead_decode_side_frees_all_source_pages(seed, steps):
+    sim = Sim(seed + steps, decode_tp=3)
+    sim.submit(24), sim.submit(7)
+    for _ in range(steps):
+        sim.step()
+    sim.fabric.kill(sim.decode_engine)
+    sim.actors.remove(sim.decode_actor)
+    sim.run(lambda: False)
+    assert len(sim.src_free) == sim.num_pages
+    assert not sim.scheduler.jobs
+    assert all(isinstance(error, (PeerLostError, RequestFailedError)) for _, error in sim.scheduler.failed)
+    assert sim.prefill.state()["peers"] == {}
+
+
+def test_a_lost_peer_that_comes_back_gets_a_new_session(seed):
+    """The same two engines, after a silence that only one of them, or both, took for death."""
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    first = sim.submit(8)
+    sim.settle()
+    sim.fabric.lose(sim.prefill_engine)
+    sim.run(first.handle.done)
+    assert isinstance(first.error, PeerLostError)
+    assert first.poisoned
+    sim.peer = sim.connect()
+    sim.settle()
+    assert len(sim.scheduler.failed) == 1
+    sim.scheduler.pause = False
+    second = sim.submit(8)
+    sim.run(second.handle.done)
+    assert second.result
+    sim.check_all()
+
+
+def test_handles_report_progress(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(20)
+    done, total = fetch.handle.progress()
+    assert done == 0
+    seen = set()
+    while not fetch.handle.done():
+        sim.step()
+        seen.add(fetch.handle.progress()[0])
+    assert fetch.handle.progress() == (total, total)
+    assert len(seen) > 3
+
+
+class TestSubmitRefuses:
+    @pytest.fixture
+    def sim(self, seed):
+        return Sim(seed)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tokens": []}, "nothing to prefill"),
+            ({"tokens": [1.5]}, "one-dimensional integer array"),
+            ({"pages": [[0, 1], [2]]}, "2 page lists were given: the cache has 1 groups"),
+            ({"pages": [[0]]}, "1 pages were given, 8 tokens need 2 pages of 4 tokens"),
+            ({"pages": [[0, 48]]}, "page 48 is out of range, the decode side has 48 pages"),
+            ({"pages": [[5, 5]]}, "listed twice"),
+            ({"cached_tokens": 3}, "cached=3 tokens is no multiple"),
+            ({"cached_tokens": 12}, r"cached_tokens=12 is out of range: it must lie in \[0, 8\]"),
+            ({"deadline_s": 0.0}, "deadline_s=0.0 is out of range"),
+            ({"request_id": ""}, "1 to 256 characters"),
+            ({"params": bytes(1 << 21)}, "params has 2097152 bytes: the limit is 1048576"),
+        ],
+        ids=lambda value: str(value)[:40],
+    )
+    def test_bad_values(self, sim, changes, message):
+        fields = {"request_id": "x", "tokens": list(range(8)), "pages": [[3, 9]], **changes}
+        with pytest.raises(ConfigError, match=message):
+            sim.decode.submit(sim.peer, Request(**fields))
+        assert sim.decode_engine.counters_in_use == 0
+        assert sim.decode_tails.num_free == 8
+
+    def test_more_than_the_tail_pool_holds(self, sim):
+        sim.scheduler.pause = True
+        fetches = [sim.submit(4) for _ in range(8)]
+        with pytest.raises(WouldBlockError, match="all 8 tail slots are in use"):
+            sim.submit(4)
+        sim.scheduler.pause = False
+        sim.run(lambda: all(fetch.handle.done() for fetch in fetches))
+        sim.check_all()
+        sim.check_nothing_left()
+
+
+class TestStepsRefuse:
+    @pytest.fixture
+    def sim(self, seed):
+        sim = Sim(seed)
+        sim.scheduler.pause = True
+        sim.submit(10)
+        sim.settle()
+        return sim
+
+    def chunk(self, sim, begin, end, final=False, **changes):
+        key = sim.scheduler.offered[0]
+        return Chunk(key, begin, end, [sim.scheduler.jobs[key].pages], final)._replace(**changes)
+
+    @pytest.mark.parametrize(
+        ("begin", "end", "final", "message"),
+        [
+            (2, 4, False, r"the first chunk begins at token 2, it must begin in \[0, 0\]"),
+            (0, 11, True, r"the chunk ends at token 11, it must end in \(0, 10\]"),
+            (0, 0, False, "the chunk ends at token 0"),
+            (0, 10, False, "final=False, but the chunk ends at token 10 of 10"),
+            (0, 9, True, "final=True, but the chunk ends at token 9 of 10"),
+        ],
+    )
+    def test_chunks_out_of_order(self, sim, begin, end, final, message):
+        with pytest.raises(ConfigError, match=message):
+            sim.prefill.begin_step([self.chunk(sim, begin, end, final)])
+        sim.prefill.begin_step([self.chunk(sim, 0, 10, True)])
+
+    def test_bad_source_pages_prepare_nothing(self, sim):
+        with pytest.raises(ConfigError, match="page index 99 is out of range"):
+            sim.prefill.begin_step([self.chunk(sim, 0, 8, src_pages=[[1, 99, 3]])])
+        with pytest.raises(ConfigError, match="needs entry 1"):
+            sim.prefill.begin_step([self.chunk(sim, 0, 8, src_pages=[[1]])])
+        assert sim.prefill.state()["open_steps"] == 0
+        sim.prefill.begin_step([self.chunk(sim, 0, 8)])
+
+    def test_unknown_requests_and_layers(self, sim):
+        nobody = RequestKey(bytes(16), "nobody", 3)
+        with pytest.raises(ConfigError, match="there is no request nobody"):
+            sim.prefill.begin_step([self.chunk(sim, 0, 4, key=nobody)])
+        with pytest.raises(ConfigError, match="there is no request"):
+            sim.prefill.finish(nobody)
+        with pytest.raises(ConfigError, match=r"layer=2 is out of range: it must lie in \[0, 2\)"):
+            sim.prefill.layer_done(1, 2)
+        sim.prefill.layer_done(12345, 0)
+        assert sim.prefill.state()["counts"]["idle_layers"] == 1
+
+    def test_finish_needs_the_last_chunk_and_the_right_tail(self, sim):
+        key = sim.scheduler.offered[0]
+        with pytest.raises(ConfigError, match="has had no final chunk"):
+            sim.prefill.finish(key, sim.tail_of(0))
+        sim.prefill.begin_step([self.chunk(sim, 0, 10, True)])
+        with pytest.raises(ConfigError, match=r"float64 of shape \(2,\): the pool holds float32 of shape \(3,\)"):
+            sim.prefill.finish(key, [1.0, 2.0])
+        with pytest.raises(ConfigError, match="wants a tail"):
+            sim.prefill.finish(key)
+        sim.prefill.finish(key, sim.tail_of(0))
+        with pytest.raises(ConfigError, match="was finished before"):
+            sim.prefill.finish(key, sim.tail_of(0))
+
+    def test_a_request_that_ended_is_skipped(self, sim):
+        key = sim.scheduler.offered[0]
+        chunk = self.chunk(sim, 0, 4)
+        sim.fetches[0].handle.cancel()
+        sim.run(sim.fetches[0].handle.done)
+        step = sim.prefill.begin_step([chunk])
+        sim.prefill.layer_done(step, 0)
+        sim.prefill.finish(key)
+        sim.prefill.fail(key, "too late")
+        sim.check_all()
+
+
+@pytest.mark.parametrize("steps", [0, 5, 30, 80, 200])
+def test_either_side_may_close_first(seed, steps):
+    for first in ("decode", "prefill"):
+        sim = Sim(seed + steps)
+        sim.submit(20), sim.submit(6)
+        for _ in range(steps):
+            sim.step()
+        closing = [sim.decode, sim.prefill] if first == "decode" else [sim.prefill, sim.decode]
+        sim.scheduler.pause = True  # Nothing finishes by itself any more.
+        for messenger in closing:
+            messenger._begin_close(sim.bounds.drain_s)
+            sim.run(messenger._closed.done)
+        sim.check_all()
+        for fetch in sim.fetches:
+            # A request may also reach a prefill side that is closing, or has closed.
+            expected = (type(None), ClosedError, RequestFailedError, RequestRejectedError, PeerLostError)
+            assert isinstance(fetch.error, expected)
+            assert not fetch.poisoned
+        assert sorted(sim.src_free) == list(range(sim.num_pages))
+
+
+def test_close_lets_requests_finish(seed):
+    sim = Sim(seed)
+    fetches = [sim.submit(20), sim.submit(6)]
+    sim.run(lambda: len(sim.scheduler.offered) == 2)
+    sim.decode._begin_close(sim.bounds.drain_s)
+    sim.prefill._begin_close(sim.bounds.drain_s)
+    sim.run(lambda: sim.decode._closed.done() and sim.prefill._closed.done())
+    assert all(fetch.result for fetch in fetches)
+    with pytest.raises(ClosedError):
+        sim.submit(4)
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_an_engine_closed_under_a_messenger_ends_everything(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(20)
+    for _ in range(40):
+        sim.step()
+    sim.decode_engine.close()
+    sim.run(fetch.handle.done)
+    if fetch.error is not None:
+        assert isinstance(fetch.error, ClosedError)
+        assert fetch.error.pages_clean
+    sim.prefill_engine.close()
+    sim.run(lambda: not sim.scheduler.jobs)
+    assert sorted(sim.src_free) == list(range(sim.num_pages))
+
+
+def test_rejects_are_answers_not_crashes():
+    assert str(Reject("no room")) == "no room"

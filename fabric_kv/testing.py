@@ -112,12 +112,12 @@ class MemoryFabric:
             if not self.hold_writes and self._held:
                 self._events += self._held
                 self._held.clear()
-            if not self._events:
+            if self._events:
+                index = self.random.randrange(len(self._events))
+                self._events[index], self._events[-1] = self._events[-1], self._events[index]
+                self._events.pop()()
+            elif not self._calls:
                 return False
-            index = self.random.randrange(len(self._events))
-            self._events[index], self._events[-1] = self._events[-1], self._events[index]
-            event = self._events.pop()
-            event()
             calls, self._calls = self._calls, []
         for call in calls:  # Without the lock: user code may wait for a thread that wants it.
             call()
@@ -386,8 +386,8 @@ class MemoryEngine:
         self._regions[dst.rails[0][1]][at : at + data.size] = data
         if token is None:
             return
-        slot = self.slots[token.slot]
-        if slot.generation != token.generation or slot.counter is None:
+        slot = self.slots[token.slot] if token.slot < len(self.slots) else None
+        if slot is None or slot.counter is None or slot.generation != token.generation:
             self.stale_units += 1
             return
         before = slot.received

@@ -1,7 +1,7 @@
 // A bounded queue from many threads to one consumer.
 //
-// Threads:  push() from any thread; pop_all() by the consumer only.
-// Blocking: never for longer than a swap of two vectors; a full queue answers false.
+// Threads:  push() and close() from any thread; pop_all() by the consumer only.
+// Blocking: never for longer than a swap of two vectors; a full or closed queue answers false.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,16 @@ class BoundedQueue {
 
     bool push(T item) {
         std::lock_guard lock(mutex_);
-        if (items_.size() >= capacity_) return false;
+        if (closed_ || items_.size() >= capacity_) return false;
         items_.push_back(std::move(item));
         size_.store(items_.size(), std::memory_order_seq_cst);
         return true;
+    }
+
+    // From here on nothing is taken, so that a last pop_all() is the last one.
+    void close() {
+        std::lock_guard lock(mutex_);
+        closed_ = true;
     }
 
     // Moves everything queued into `out`, which must be empty. Costs one load when nothing is there.
@@ -40,6 +46,7 @@ class BoundedQueue {
     const std::size_t capacity_;
     std::mutex mutex_;
     std::vector<T> items_;  // guarded by mutex_
+    bool closed_ = false;   // guarded by mutex_
     std::atomic<std::size_t> size_{0};
 };
 

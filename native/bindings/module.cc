@@ -143,14 +143,23 @@ py::dict describe_group(Group& group) {
     d["max_write_bytes"] = group.max_write_bytes();
     d["stale_imms"] = group.stats().stale_imms.load();
     d["violations"] = group.stats().violations.load();
+    d["dropped_imms"] = group.stats().dropped_imms.load();
     d["malformed_frames"] = group.stats().malformed_frames.load();
     d["sleeps"] = group.stats().sleeps.load();
     return d;
 }
 
+// A forked child leaks the parent's engine: see Engine::in_child().
+struct DeleteInParent {
+    void operator()(Engine* engine) const {
+        if (!engine->in_child()) delete engine;
+    }
+};
+using EnginePtr = std::unique_ptr<Engine, DeleteInParent>;
+
 // An engine and the NICs that it had to do without.
 struct OpenedEngine {
-    std::unique_ptr<Engine> engine;
+    EnginePtr engine;
     std::vector<std::string> left_out;
 };
 
@@ -183,7 +192,7 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
         options.cpus = config.cpus;
         group_options.push_back(options);
     }
-    return {std::make_unique<Engine>(std::move(nics), group_options), left_out};
+    return {EnginePtr(new Engine(std::move(nics), group_options)), left_out};
 }
 
 }  // namespace
@@ -194,6 +203,9 @@ PYBIND11_MODULE(_native, m) {
             if (p) std::rethrow_exception(p);
         } catch (const Error& error) {
             raise_as_python(error);
+        } catch (const py::cast_error& error) {  // a number out of range, inside a tuple
+            raise_as_python(Error(ErrorKind::kConfig,
+                                  std::string("an argument has the wrong type or is out of range: ") + error.what()));
         }
     });
     m.attr("NUM_USER_BITS") = kGenerationBits + kWeightBits;
@@ -241,7 +253,7 @@ PYBIND11_MODULE(_native, m) {
         py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"), py::arg("heartbeat_interval_s"),
         py::arg("heartbeat_misses"), py::arg("connect_s"));
 
-    py::class_<Engine>(m, "Engine")
+    py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",
              [](const Engine& e) {
                  py::list groups;
@@ -310,6 +322,8 @@ PYBIND11_MODULE(_native, m) {
                  std::vector<Event> events;
                  {
                      py::gil_scoped_release release;
+                     // Negative and NaN: no wait. Also keeps the cast below defined.
+                     timeout_s = timeout_s > 0 ? std::min(timeout_s, 1e6) : 0;
                      events = e.events().take(static_cast<int>(timeout_s * 1000));
                  }
                  py::list out;

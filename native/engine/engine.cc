@@ -30,6 +30,8 @@ Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::v
 Engine::~Engine() { close(0); }
 
 void Engine::check_open() const {
+    if (in_child())
+        throw Error(ErrorKind::kClosed, "the engine belongs to the parent process: a forked child must open its own");
     if (closed_.load()) throw Error(ErrorKind::kClosed, "the engine is closed");
 }
 
@@ -41,6 +43,7 @@ Group& Engine::group(std::uint32_t index) {
 }
 
 std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes, std::uint32_t index) {
+    std::shared_lock registering(registering_);
     check_open();
     if (nbytes == 0) throw Error(ErrorKind::kConfig, "a region of 0 bytes cannot be registered");
     auto& owner = group(index);
@@ -51,14 +54,13 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
     // A failure on one rail drops the registrations already made on the others with `region`.
     for (auto& rail : owner.rails()) region->rails.push_back(rail->nic().register_memory(base, nbytes));
     std::lock_guard lock(mutex_);
-    check_open();
     std::erase_if(regions_, [](const auto& weak) { return weak.expired(); });
     regions_.push_back(region);
     return region;
 }
 
 void Engine::deregister(const std::shared_ptr<Region>& region) {
-    if (const auto uses = region->uses.load())
+    if (const auto uses = region->drop())
         throw Error(ErrorKind::kConfig, "the region of " + std::to_string(region->nbytes) + " bytes is in use by " +
                                             std::to_string(uses) + " part(s) of transfers in flight");
     std::lock_guard lock(mutex_);
@@ -67,6 +69,7 @@ void Engine::deregister(const std::shared_ptr<Region>& region) {
 
 RemoteRegion Engine::describe_region(const Region& region) const {
     RemoteRegion remote{address_.epoch, region.group, region.nbytes, {}};
+    std::lock_guard lock(mutex_);
     for (const auto& rail : region.rails) remote.rails.push_back({rail->remote_base(), rail->rkey()});
     return remote;
 }
@@ -104,7 +107,6 @@ void Engine::remove_peer(const std::shared_ptr<Peer>& peer) {
 }
 
 void Engine::check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t index, const CounterToken& token) {
-    if (piece.src->rails.empty()) throw Error(ErrorKind::kClosed, "the source region was deregistered");
     if (piece.src->group != index)
         throw Error(ErrorKind::kConfig, "all source regions of a transfer must belong to one group");
     if (piece.dst->epoch != peer.epoch)
@@ -142,10 +144,15 @@ std::shared_ptr<Transfer> Engine::submit_write(const std::shared_ptr<Peer>& peer
 }
 
 void Engine::submit_to(Group& group, const std::shared_ptr<Transfer>& transfer) {
-    for (auto& piece : transfer->pieces) piece.src->uses.fetch_add(1);
+    std::size_t num_used = 0;
     auto let_go = [&] {
-        for (auto& piece : transfer->pieces) piece.src->uses.fetch_sub(1);
+        for (std::size_t i = 0; i < num_used; ++i) transfer->pieces[i].src->end_use();
     };
+    for (; num_used < transfer->pieces.size(); ++num_used) {
+        if (transfer->pieces[num_used].src->begin_use()) continue;
+        let_go();
+        throw Error(ErrorKind::kClosed, "the source region was deregistered");
+    }
     bool taken = false;
     try {
         taken = group.submit(transfer);
@@ -198,8 +205,13 @@ void Engine::arm_counter(std::uint32_t index, const CounterToken& token, std::ui
 }
 
 void Engine::close(std::int64_t drain_ns) {
-    if (closed_.exchange(true)) return;
-    for (auto& group : groups_) group->close(drain_ns);
+    if (in_child()) return;
+    closed_.store(true);
+    // A NIC must not be closed under a registration: those that had begun end first, later ones see `closed_`.
+    std::unique_lock(registering_).unlock();
+    // All groups drain at the same time.
+    for (auto& group : groups_) group->begin_close(drain_ns);
+    for (auto& group : groups_) group->close();
     // Every endpoint is closed: registrations go now, before the NICs' domains; the memory itself is the caller's
     // again.
     std::lock_guard lock(mutex_);

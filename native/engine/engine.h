@@ -3,6 +3,7 @@
 // Owns:     the groups with their NICs and threads. Regions keep their registrations until close().
 // Threads:  every call from any thread.
 // Blocking: close(), bounded by its drain time; events().take() for its timeout.
+// Fork:     refused in the child, harmless to the parent.
 // Failure:  calls throw Error before anything is posted; submit() throws kWouldBlock when the group is full; whatever
 //           was accepted ends in exactly one event.
 #pragma once
@@ -11,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <vector>
 
 #include "engine/group.h"
@@ -29,13 +31,16 @@ class Engine {
     Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options);
     ~Engine();
 
+    // In a forked child the engine is closed and must not be destroyed: its threads and NICs are the parent's.
+    bool in_child() const { return fork_.in_child(); }
+
     const EngineAddress& address() const { return address_; }
     std::size_t num_groups() const { return groups_.size(); }
     Group& group(std::uint32_t index);
     EventQueue& events() { return events_; }
 
     std::shared_ptr<Region> register_region(void* base, std::uint64_t nbytes, std::uint32_t group);
-    // Drops the registrations. Throws Error(kConfig) while a transfer uses the region.
+    // Drops the registrations. Throws Error(kConfig) while a transfer uses the region; twice is fine.
     void deregister(const std::shared_ptr<Region>& region);
     RemoteRegion describe_region(const Region& region) const;
 
@@ -52,6 +57,7 @@ class Engine {
     CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);
     void arm_counter(std::uint32_t group, const CounterToken& token, std::uint64_t expected_units);
 
+    // Every caller returns only once no NIC touches caller memory any more.
     void close(std::int64_t drain_ns);
 
   private:
@@ -64,10 +70,12 @@ class Engine {
     std::vector<std::unique_ptr<Group>> groups_;
     std::atomic<std::uint64_t> next_id_{1};
 
-    std::mutex mutex_;
+    std::shared_mutex registering_;  // shared while a registration is made, so that close() can wait for it
+    mutable std::mutex mutex_;
     std::map<Epoch, std::shared_ptr<Peer>> peers_;  // guarded by mutex_
     std::vector<std::weak_ptr<Region>> regions_;    // guarded by mutex_
     std::atomic<bool> closed_{false};
+    ForkGuard fork_;
 };
 
 }  // namespace fkv

@@ -45,7 +45,7 @@ class EventQueue {
   public:
     void post(Event event) {
         std::lock_guard lock(mutex_);
-        inbox_bytes_.fetch_add(event.payload.size(), std::memory_order_relaxed);
+        inbox_bytes_.fetch_add(cost(event), std::memory_order_relaxed);
         events_.push_back(std::move(event));
         if (events_.size() == 1) bell_.ring();
     }
@@ -60,16 +60,22 @@ class EventQueue {
         out.swap(events_);
         bell_.clear();
         std::size_t bytes = 0;
-        for (const auto& event : out) bytes += event.payload.size();
+        for (const auto& event : out) bytes += cost(event);
         inbox_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
         return out;
     }
 
     int fd() const { return bell_.fd(); }
     void ring() { bell_.ring(); }
+    // Memory that events hold whose number only peers decide; what ends here is bounded by what was begun here.
     std::size_t inbox_bytes() const { return inbox_bytes_.load(std::memory_order_relaxed); }
 
   private:
+    static std::size_t cost(const Event& event) {
+        const bool from_peer = event.kind == Event::kMessage || event.kind == Event::kUser;
+        return from_peer ? sizeof(Event) + event.payload.size() : 0;
+    }
+
     bool empty() {
         std::lock_guard lock(mutex_);
         return events_.empty();

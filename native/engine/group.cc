@@ -17,6 +17,7 @@ constexpr std::size_t kTurnsPerRound = 16;         // transfers served between t
 constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
 constexpr int kMaxIdleWakes = 16;                  // by a NIC's descriptor, without finding work
 constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
+constexpr std::size_t kErrorsPerRound = 64;        // failed completions that are read before anything else has its turn
 
 OpError detail_of(const Error& error) {
     auto detail = error.op();
@@ -78,12 +79,17 @@ Group::Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_pt
     });
 }
 
-Group::~Group() { close(0); }
+Group::~Group() {
+    begin_close(0);
+    close();
+}
 
 bool Group::submit(std::shared_ptr<Transfer> transfer) {
     if (stopping_.load()) throw Error(ErrorKind::kClosed, "the engine is closed");
     if (in_flight_.fetch_add(1) >= options_.max_transfers || !submissions_.push(std::move(transfer))) {
         in_flight_.fetch_sub(1);
+        // Beside close(), the queue is shut rather than full.
+        if (stopping_.load()) throw Error(ErrorKind::kClosed, "the engine is closed");
         return false;
     }
     wake();
@@ -109,7 +115,7 @@ void Group::run() {
     try {
         last_work_ns_ = now_ns();
         while (!stopping_.load(std::memory_order_relaxed)) rest(round());
-        drain(drain_ns_.load());
+        drain();
     } catch (const std::exception& error) {
         // Nothing on this thread is expected to throw. If it does, no completion will be seen any more: close() ends
         // all.
@@ -180,7 +186,7 @@ PostResult Group::post_message(Transfer& transfer) {
                                  transfer.id,
                                  static_cast<std::uint32_t>(transfer.message.size()),
                                  static_cast<std::uint32_t>(transfer.message_offset)};
-        const auto result = post_frame(header, payload.first(nbytes), *transfer.peer, Op::Kind::kMessage, &transfer);
+        const auto result = post_frame(header, payload.first(nbytes), transfer.peer, &transfer);
         if (result != PostResult::kOk) return result;
         ++transfer.outstanding;
         transfer.message_offset += nbytes;
@@ -189,27 +195,24 @@ PostResult Group::post_message(Transfer& transfer) {
     return PostResult::kOk;
 }
 
-PostResult Group::post_frame(const FrameHeader& header, std::span<const std::byte> payload, Peer& peer, Op::Kind kind,
-                             Transfer* transfer) {
+// A frame of a transfer's message, or a ping.
+PostResult Group::post_frame(const FrameHeader& header, std::span<const std::byte> payload,
+                             const std::shared_ptr<Peer>& peer, Transfer* transfer) {
     auto& rail = *rails_[0];
-    PeerAddress address;
+    Peer::Link* link = nullptr;
     try {
-        address = links_to(peer, 0).front().address;
+        link = &links_to(*peer, 0).front();
     } catch (const Error& error) {  // the provider refuses the peer's address
         if (transfer) fail(*transfer, detail_of(error));
         return PostResult::kFailed;
     }
-    auto* frame = rail.take_frame();
-    if (!frame) return PostResult::kAgain;
-    auto* op = rail.take_op(kind, transfer, sizeof header + payload.size());
-    if (!op) {
-        rail.give_frame(frame);
-        return PostResult::kAgain;
-    }
-    op->frame = frame;
-    std::memcpy(frame, &header, sizeof header);
-    if (!payload.empty()) std::memcpy(frame + sizeof header, payload.data(), payload.size());
-    const auto result = rail.post_frame(op, address);
+    auto* op =
+        rail.take_op(transfer ? Op::Kind::kMessage : Op::Kind::kPing, *link, transfer, sizeof header + payload.size());
+    if (!op) return PostResult::kAgain;
+    if (!transfer) op->keep = peer;
+    std::memcpy(op->frame, &header, sizeof header);
+    if (!payload.empty()) std::memcpy(op->frame + sizeof header, payload.data(), payload.size());
+    const auto result = rail.post_frame(op);
     if (result != PostResult::kOk) rail.free_op(op);
     if (result == PostResult::kFailed && transfer) fail(*transfer, rail.nic().last_post_error());
     return result;
@@ -255,7 +258,9 @@ std::vector<Peer::Link>& Group::links_to(Peer& peer, std::uint32_t remote_group)
     for (std::size_t k = 0; k < std::max(num_local, num_remote); ++k) {
         const auto local_rail = static_cast<std::uint32_t>(k % num_local),
                    remote_rail = static_cast<std::uint32_t>(k % num_remote);
-        made.push_back({local_rail, remote_rail, rails_[local_rail]->nic().insert_peer(remote[remote_rail])});
+        made.push_back({.local_rail = local_rail,
+                        .remote_rail = remote_rail,
+                        .address = rails_[local_rail]->nic().insert_peer(remote[remote_rail])});
     }
     links = std::move(made);
     return links;
@@ -266,7 +271,7 @@ PostResult Group::post_planned(Transfer& transfer) {
         auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
         if (links.size() == 1) return post_write_on(transfer, links[0]);
         // The rail with the fewest bytes in flight takes it; if that one is full, the next one.
-        std::array<const Peer::Link*, kMaxLinks> order;
+        std::array<Peer::Link*, kMaxLinks> order;
         const auto count = std::min(links.size(), order.size());
         for (std::size_t i = 0; i < count; ++i) order[i] = &links[i];
         std::sort(order.begin(), order.begin() + count, [&](const auto* a, const auto* b) {
@@ -281,10 +286,10 @@ PostResult Group::post_planned(Transfer& transfer) {
     }
 }
 
-PostResult Group::post_write_on(Transfer& transfer, const Peer::Link& link) {
+PostResult Group::post_write_on(Transfer& transfer, Peer::Link& link) {
     auto& rail = *rails_[link.local_rail];
     const auto& planned = transfer.planned;
-    auto* op = rail.take_op(Op::Kind::kWrite, &transfer, planned.nbytes);
+    auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, planned.nbytes);
     if (!op) return PostResult::kAgain;
     const auto& src = *planned.piece->src;
     const auto& dst = planned.piece->dst->rails[link.remote_rail];
@@ -318,11 +323,17 @@ PostResult Group::post_write_on(Transfer& transfer, const Peer::Link& link) {
 bool Group::poll_rail(Rail& rail) {
     std::array<Completion, 64> completions;
     const int n = rail.nic().poll(completions);
-    if (n == 0) return false;
     for (int i = 0; i < n; ++i) on_completion(rail, completions[i]);
-    if (n < 0)
-        for (FailedCompletion failure; rail.nic().read_error(failure);) on_failure(rail, std::move(failure));
-    return true;
+    bool worked = n > 0;
+    if (n < 0) {
+        // Bounded: a receive that fails and is posted again may fail again at once.
+        FailedCompletion failure;
+        for (std::size_t i = 0; i < kErrorsPerRound && rail.nic().read_error(failure); ++i) {
+            on_failure(rail, std::move(failure));
+            worked = true;
+        }
+    }
+    return worked;
 }
 
 void Group::on_completion(Rail& rail, const Completion& completion) {
@@ -335,10 +346,10 @@ void Group::on_completion(Rail& rail, const Completion& completion) {
             return;
         case Completion::kReceived:
             RailStats::add(rail.stats.messages, 1);
-            if (!held_.empty() || !on_frame(*op, completion.nbytes))
-                held_.push_back({&rail, op, completion.nbytes});
-            else
+            if (on_frame(*op, completion.nbytes, held_.empty()))
                 rail.repost(op);
+            else
+                held_.push_back({&rail, op, completion.nbytes});
             return;
         case Completion::kSent:
             RailStats::add(rail.stats.completions, 1);
@@ -375,6 +386,9 @@ void Group::on_imm(std::uint32_t word) {
     if (imm.slot == kUserSlot) {
         event.kind = Event::kUser;
         event.id = word & ((1u << (kGenerationBits + kWeightBits)) - 1);
+        // A peer may send any number of them, faster than anyone takes them.
+        if (events_.inbox_bytes() + sizeof(Event) > options_.max_inbox_bytes)
+            return RailStats::add(stats_.dropped_imms, 1);
         events_.post(std::move(event));
         return;
     }
@@ -390,7 +404,8 @@ void Group::on_imm(std::uint32_t word) {
     events_.post(std::move(event));
 }
 
-bool Group::on_frame(const Op& recv, std::uint64_t nbytes) {
+// False: there is no room for it, or data is not wanted; the frame must be kept. Pings never wait behind data.
+bool Group::on_frame(const Op& recv, std::uint64_t nbytes, bool take_data) {
     const auto frame = parse_frame({recv.frame, std::min<std::size_t>(nbytes, kFrameBytes)});
     if (!frame) {
         RailStats::add(stats_.malformed_frames, 1);
@@ -398,7 +413,7 @@ bool Group::on_frame(const Op& recv, std::uint64_t nbytes) {
     }
     heartbeat_.heard(frame->header.sender, now_ns());
     if (frame->header.kind == static_cast<std::uint16_t>(FrameKind::kPing)) return true;
-    if (events_.inbox_bytes() + frame->payload.size() > options_.max_inbox_bytes) return false;
+    if (!take_data || events_.inbox_bytes() + frame->payload.size() > options_.max_inbox_bytes) return false;
     Event event;
     event.kind = Event::kMessage;
     event.peer = frame->header.sender;
@@ -441,7 +456,7 @@ void Group::finish(Transfer& transfer, Outcome outcome) {
     event.peer = transfer.peer->epoch;
     event.error = std::move(transfer.error);
     // Let go of its regions before anyone can hear that it has ended.
-    for (auto& piece : transfer.pieces) piece.src->uses.fetch_sub(1);
+    for (auto& piece : transfer.pieces) piece.src->end_use();
     transfer.pieces.clear();
     const auto index = transfer.live_index;
     std::swap(live_[index], live_.back());
@@ -464,17 +479,20 @@ void Group::fault(OpError error) {
 void Group::housekeeping() {
     const auto now = now_ns();
     next_housekeeping_ns_ = now + std::min(heartbeat_.interval_ns() / 4, 10 * kMillisecond);
-    while (!held_.empty() && on_frame(*held_.front().recv, held_.front().nbytes)) {
+    while (!held_.empty() && on_frame(*held_.front().recv, held_.front().nbytes, true)) {
         held_.front().rail->repost(held_.front().recv);
         held_.pop_front();
     }
+    // The held frames' receives are not posted: whatever came after them, pings too, may wait outside.
+    if (!held_.empty()) heartbeat_.deaf(now);
     for (auto& rail : rails_) rail->post_receives();
     heartbeat_.check(
         now,
-        [&](Peer& peer) {
-            // A ping that cannot be posted is left out: a peer that cannot be reached is silent, and will be reported.
-            post_frame({kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(FrameKind::kPing), epoch_, 0, 0, 0}, {},
-                       peer, Op::Kind::kPing, nullptr);
+        [&](const std::shared_ptr<Peer>& peer) {
+            // A ping that fails is left out: a peer that cannot be reached is silent, and will be reported.
+            return post_frame(
+                       {kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(FrameKind::kPing), epoch_, 0, 0, 0}, {},
+                       peer, nullptr) != PostResult::kAgain;
         },
         [&](Peer& peer, std::int64_t silent_ns) {
             Event event;
@@ -510,7 +528,10 @@ void Group::rest(bool worked) {
         std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->info().wait_fd; });
     if (busy)
         // Posts that were refused are tried again although no descriptor says so.
-        timeout_ns = descriptors && writing_.empty() && messaging_.empty() ? 5 * kMillisecond : 100 * kMicrosecond;
+        // At first soon: a queue that is full empties quickly, unless its peer is gone.
+        timeout_ns = descriptors && writing_.empty() && messaging_.empty() ? 5 * kMillisecond
+                     : idle_ns < 10 * kMillisecond                         ? 100 * kMicrosecond
+                                                                           : kMillisecond;
     else if (descriptors)
         timeout_ns = 100 * kMillisecond;
     else
@@ -531,7 +552,10 @@ void Group::sleep(std::int64_t timeout_ns) {
     if (distrust) timeout_ns = std::min(timeout_ns, 200 * kMicrosecond);
     for (auto& rail : rails_) {
         if (distrust || !rail->info().wait_fd || count == fds.size()) continue;
-        if (!rail->nic().may_sleep()) return;
+        if (!rail->nic().may_sleep()) {
+            ++idle_wakes_;
+            return;
+        }
         fds[count++] = {rail->nic().wait_fd(), POLLIN, 0};
     }
     sleeping_.store(true);
@@ -548,31 +572,36 @@ void Group::sleep(std::int64_t timeout_ns) {
 
 // -- the end ---------------------------------------------------------------------------------------------------------
 
-void Group::drain(std::int64_t drain_ns) {
+void Group::drain() {
     take_submissions();
     for (auto* queue : {&writing_, &messaging_}) {
         // stop_posting() may finish and free the transfer, so the queue is emptied first.
         auto waiting = std::exchange(*queue, {});
         for (auto* t : waiting) stop_posting(*t);
     }
-    const auto deadline = now_ns() + drain_ns;
+    const auto deadline = drain_until_ns_.load();
     while (!live_.empty() && now_ns() < deadline) {
         bool worked = false;
         for (auto& rail : rails_) worked |= poll_rail(*rail);
-        if (!worked) std::this_thread::yield();
+        if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
     }
 }
 
-void Group::close(std::int64_t drain_ns) {
+void Group::begin_close(std::int64_t drain_ns) {
+    if (stopping_.load()) return;
+    drain_until_ns_.store(now_ns() + drain_ns);
+    stopping_.store(true);
+    bell_.ring();
+}
+
+void Group::close() {
     std::lock_guard lock(close_mutex_);
     if (closed_) return;
     closed_ = true;
-    drain_ns_.store(drain_ns);
-    stopping_.store(true);
-    bell_.ring();
     thread_.join();
     for (auto& rail : rails_) rail->close_endpoint();
-    // A submission that slipped in beside stopping_ ends like all the others.
+    // A submission that slipped in beside stopping_ ends like all the others; after this none can.
+    submissions_.close();
     submissions_.pop_all(incoming_);
     for (auto& transfer : incoming_) {
         transfer->live_index = live_.size();

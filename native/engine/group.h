@@ -34,6 +34,7 @@ struct GroupOptions {
 
 struct GroupStats {
     std::atomic<std::uint64_t> stale_imms{0}, violations{0}, malformed_frames{0}, sleeps{0};
+    std::atomic<std::uint64_t> dropped_imms{0};  // the user's own, for which the inbox had no room
 };
 
 class Group {
@@ -50,8 +51,11 @@ class Group {
     void monitor(std::shared_ptr<Peer> peer) { heartbeat_.watch(std::move(peer), now_ns()); }  // progress thread
     void forget(const Peer& peer);                                                             // progress thread
 
-    // Stops intake, cancels what is queued, waits for posted operations for at most drain_ns, closes the endpoints.
-    void close(std::int64_t drain_ns);
+    // Stops intake, cancels what is queued and lets posted operations end, for at most drain_ns from now. Does not
+    // wait.
+    void begin_close(std::int64_t drain_ns);
+    // Waits for that, then closes the endpoints. Every caller returns only once that is done.
+    void close();
 
     std::vector<std::unique_ptr<Rail>>& rails() { return rails_; }
     CounterTable& counters() { return counters_; }
@@ -67,17 +71,17 @@ class Group {
     bool post_messages();
     bool post_writes();
     PostResult post_planned(Transfer& transfer);
-    PostResult post_write_on(Transfer& transfer, const Peer::Link& link);
+    PostResult post_write_on(Transfer& transfer, Peer::Link& link);
     PostResult post_message(Transfer& transfer);
-    PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload, Peer& peer, Op::Kind kind,
-                          Transfer* transfer);
+    PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
+                          const std::shared_ptr<Peer>& peer, Transfer* transfer);
     std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
 
     bool poll_rail(Rail& rail);
     void on_completion(Rail& rail, const Completion& completion);
     void on_failure(Rail& rail, FailedCompletion failure);
     void on_imm(std::uint32_t word);
-    bool on_frame(const Op& recv, std::uint64_t nbytes);
+    bool on_frame(const Op& recv, std::uint64_t nbytes, bool take_data);
     void retire(Rail& rail, Op* op);
     void fail(Transfer& transfer, OpError error);
     void stop_posting(Transfer& transfer);
@@ -88,7 +92,7 @@ class Group {
     void rest(bool worked);
     void sleep(std::int64_t timeout_ns);
     bool anything_outstanding() const;
-    void drain(std::int64_t drain_ns);
+    void drain();
 
     const std::uint32_t index_;
     const Epoch epoch_;
@@ -104,7 +108,7 @@ class Group {
     std::atomic<std::size_t> in_flight_{0};
     std::atomic<bool> stopping_{false};
     std::atomic<bool> sleeping_{false};
-    std::atomic<std::int64_t> drain_ns_{0};
+    std::atomic<std::int64_t> drain_until_ns_{0};
     EventFd bell_;
 
     // Progress thread only.

@@ -51,8 +51,13 @@ class Heartbeat {
         }
     }
 
-    // Calls ping(peer) for each peer that is due and lost(peer, silent_ns) for each that was silent for too long; those
-    // are forgotten.
+    // While we take nothing from the network, silence says nothing about the peers.
+    void deaf(std::int64_t now) {
+        for (auto& [epoch, entry] : watched_) entry.heard_ns = now;
+    }
+
+    // Calls ping(peer) for each peer that is due, again at the next check where that is false, and lost(peer,
+    // silent_ns) for each that was silent for too long; those are forgotten.
     template <typename Ping, typename Lost>
     void check(std::int64_t now, Ping&& ping, Lost&& lost) {
         // A round that comes late (the machine was suspended, or starved of CPU) says nothing about the peers.
@@ -61,6 +66,10 @@ class Heartbeat {
         last_check_ns_ = now;
         for (auto it = watched_.begin(); it != watched_.end();) {
             auto& entry = it->second;
+            if (entry.peer->removed.load()) {
+                it = watched_.erase(it);
+                continue;
+            }
             if (late) entry.heard_ns = std::min(now, entry.heard_ns + gap);
             const auto bound = entry.heard ? options_.interval_ns * options_.misses : options_.connect_ns;
             if (now - entry.heard_ns > bound) {
@@ -68,10 +77,7 @@ class Heartbeat {
                 it = watched_.erase(it);
                 continue;
             }
-            if (now >= entry.next_ping_ns) {
-                entry.next_ping_ns = now + options_.interval_ns;
-                ping(*entry.peer);
-            }
+            if (now >= entry.next_ping_ns && ping(entry.peer)) entry.next_ping_ns = now + options_.interval_ns;
             ++it;
         }
     }

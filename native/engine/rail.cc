@@ -31,11 +31,20 @@ Rail::~Rail() {
     frames_mr_.reset();
 }
 
-Op* Rail::take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes) {
+Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes) {
+    const bool wants_frame = kind != Op::Kind::kWrite;
+    if (link.ops_in_flight >= num_free_ops()) return nullptr;
+    if (wants_frame && link.frames_in_flight >= free_frames_.size()) return nullptr;
     Op* op = free_ops_;
-    if (!op) return nullptr;
     free_ops_ = op->next_free;
+    if (wants_frame) {
+        op->frame = free_frames_.back();
+        free_frames_.pop_back();
+        ++link.frames_in_flight;
+    }
+    ++link.ops_in_flight;
     op->kind = kind;
+    op->link = &link;
     op->transfer = transfer;
     op->nbytes = nbytes;
     outstanding_bytes += nbytes;
@@ -44,9 +53,15 @@ Op* Rail::take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes) {
 }
 
 void Rail::free_op(Op* op) {
-    if (op->frame) free_frames_.push_back(op->frame);
+    if (op->frame) {
+        free_frames_.push_back(op->frame);
+        --op->link->frames_in_flight;
+    }
+    --op->link->ops_in_flight;
     op->frame = nullptr;
     op->transfer = nullptr;
+    op->link = nullptr;
+    op->keep.reset();
     op->kind = Op::Kind::kFree;
     op->next_free = free_ops_;
     free_ops_ = op;
@@ -54,15 +69,8 @@ void Rail::free_op(Op* op) {
     if (--outstanding_ops == 0) RailStats::add(stats.busy_ns, now_ns() - busy_since_ns_);
 }
 
-std::byte* Rail::take_frame() {
-    if (free_frames_.empty()) return nullptr;
-    auto* frame = free_frames_.back();
-    free_frames_.pop_back();
-    return frame;
-}
-
-PostResult Rail::post_frame(Op* op, PeerAddress peer) {
-    return nic_->post_send({op->frame, frames_desc(), op->nbytes, peer, &op->context});
+PostResult Rail::post_frame(Op* op) {
+    return nic_->post_send({op->frame, frames_desc(), op->nbytes, op->link->address, &op->context});
 }
 
 void Rail::post_receives() {

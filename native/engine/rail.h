@@ -20,6 +20,8 @@ struct Op {
     OpContext context;
     Kind kind = Kind::kFree;
     Transfer* transfer = nullptr;
+    Peer::Link* link = nullptr;  // where it goes; a transfer keeps its peer alive
+    std::shared_ptr<Peer> keep;  // kPing: nobody else does
     std::byte* frame = nullptr;  // kMessage, kPing and kRecv: the frame buffer in use
     std::uint64_t nbytes = 0;
     Op* next_free = nullptr;
@@ -43,14 +45,13 @@ class Rail {
     Nic& nic() { return *nic_; }
     const NicInfo& info() const { return nic_->info(); }
 
-    // Null when tx_depth operations are in flight.
-    Op* take_op(Op::Kind kind, Transfer* transfer, std::uint64_t nbytes);
+    // Null when the link has its share of the tx_depth operations, and of the frames if it wants one, in flight.
+    //
+    // The share is as many as are free, so a peer that takes nothing never has them all: pings and messages to the
+    // others go on. One peer alone gets half.
+    Op* take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes);
     void free_op(Op* op);
-
-    // Frame buffers for outgoing messages; null when all are in flight.
-    std::byte* take_frame();
-    void give_frame(std::byte* frame) { free_frames_.push_back(frame); }
-    PostResult post_frame(Op* op, PeerAddress peer);
+    PostResult post_frame(Op* op);
 
     // Posts the receives that the engine starts with, and posts one again after its frame was handled.
     void post_receives();
@@ -65,6 +66,8 @@ class Rail {
         for (auto& op : ops_)
             if (op.kind != Op::Kind::kFree) fn(op);
     }
+
+    std::size_t num_free_ops() const { return ops_.size() - outstanding_ops; }
 
     std::uint64_t outstanding_bytes = 0;
     std::uint32_t outstanding_ops = 0;

@@ -24,6 +24,8 @@ struct Peer {
         std::uint32_t local_rail;
         std::uint32_t remote_rail;
         PeerAddress address;
+        std::uint32_t ops_in_flight = 0;  // writes and frames, of one rail's
+        std::uint32_t frames_in_flight = 0;
     };
     std::vector<std::vector<std::vector<Link>>> links;
 

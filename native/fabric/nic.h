@@ -95,6 +95,7 @@ struct Completion {
 struct FailedCompletion {
     OpContext* context;  // may be null: the provider does not know which operation it was
     OpError error;
+    bool inbound = false;  // a peer's operation on our memory failed, none of ours: the context is null
 };
 
 class Nic {
@@ -111,6 +112,7 @@ class Nic {
     virtual std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) = 0;
 
     virtual PeerAddress insert_peer(std::span<const std::byte> address) = 0;
+    // Only once nothing is outstanding to it, and it can send nothing any more: shm crashes otherwise.
     virtual void remove_peer(PeerAddress peer) = 0;
 
     virtual PostResult post_write(const WriteOp& op) = 0;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 
 namespace fkv::ofi {
@@ -16,6 +17,9 @@ namespace {
 
 // More operations than this in flight per NIC gain nothing and cost memory for their contexts.
 constexpr std::size_t kMaxDepth = 2048;
+
+// Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
+constexpr std::size_t kMaxName = 256;
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
@@ -204,8 +208,14 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
 }
 
 PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
-    // Providers read as many bytes as their own addresses have: a shorter one from a peer would be read past its end.
-    if (address.size() != address_.size())
+    // Providers read as many bytes as their own addresses have, or up to a zero byte where addresses are names (shm's
+    // hold the process id, so their lengths differ): a peer's must not be read past its end.
+    const bool names = info_->addr_format == FI_ADDR_STR;
+    if (names && (address.empty() || address.size() > kMaxName || address.back() != std::byte{0}))
+        throw Error(ErrorKind::kUnreachable, "a peer's NIC address is not a name of up to " + std::to_string(kMaxName) +
+                                                 " bytes, which " + facts_.provider +
+                                                 " uses. Hint: both sides must open the same provider");
+    if (!names && address.size() != address_.size())
         throw Error(ErrorKind::kUnreachable, "a peer's NIC address has " + std::to_string(address.size()) +
                                                  " bytes, but " + facts_.provider + " on " + facts_.domain + " uses " +
                                                  std::to_string(address_.size()) +
@@ -254,6 +264,8 @@ PostResult OfiNic::post_recv(const MessageOp& op) {
 }
 
 int OfiNic::poll(std::span<Completion> out) {
+    // rxm reports errors of a closed endpoint, but crashes when asked what they mean.
+    if (!endpoint_) return 0;
     const auto n = fi_cq_read(cq_.get(), entries_.data(), std::min(out.size(), entries_.size()));
     if (n == -FI_EAGAIN) return 0;
     if (n < 0) return -1;
@@ -275,16 +287,23 @@ int OfiNic::poll(std::span<Completion> out) {
 }
 
 bool OfiNic::read_error(FailedCompletion& out) {
+    if (!endpoint_) return false;
     fi_cq_err_entry entry{};
     const auto n = fi_cq_readerr(cq_.get(), &entry, 0);
     if (n <= 0) return false;
     char buffer[256] = {};
     const char* text = fi_cq_strerror(cq_.get(), entry.prov_errno, entry.err_data, buffer, sizeof buffer);
-    out.context = static_cast<OpContext*>(entry.op_context);
-    std::string words = Library::get().strerror(entry.err);
+    // A peer that leaves in the middle of writing to us is reported like this by net, and by tcp of 2.x.
+    out.inbound = entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_READ);
+    out.context = out.inbound ? nullptr : static_cast<OpContext*>(entry.op_context);
+    const int fi_errno = std::abs(entry.err);  // shm reports a message that is too long with -FI_ETRUNC
+    std::string words = Library::get().strerror(fi_errno);
     if (text && *text && words != text) words += std::string(" / ") + text;
-    out.error = error(entry.flags & FI_RECV ? "recv" : (entry.flags & FI_SEND ? "send" : "write"), entry.err,
-                      entry.prov_errno, words);
+    const char* op = out.inbound             ? "remote write"
+                     : entry.flags & FI_RECV ? "recv"
+                     : entry.flags & FI_SEND ? "send"
+                                             : "write";
+    out.error = error(op, fi_errno, entry.prov_errno, words);
     return true;
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..cache import CacheSpec
 from ..config import Bounds
@@ -19,7 +19,7 @@ from ..regions import EngineAddress
 from ..sharding import TransferPlan, plan_transfer
 from . import wire
 from .actor import Actor, Timer
-from .base import Messenger
+from .base import ANSWER_S, Messenger
 from .peers import Link, check_spec
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from .tail import TailPool
 
 __all__ = ["DecodePeers", "PrefillPeer"]
+
+
+class _Waiter(NamedTuple):
+    """One call of ``connect`` and its bound."""
+
+    future: concurrent.futures.Future[PrefillPeer]
+    timer: Timer
 
 
 class PrefillPeer:
@@ -52,9 +59,8 @@ class PrefillPeer:
         self._next_generation = session
         self._open: dict[int, Fetching] = {}
         self._gone: str | None = None  # Why no request can be sent any more.
-        self._waiters: list[concurrent.futures.Future[PrefillPeer]] = []
+        self._waiters: list[_Waiter] = []
         self._greeted = False
-        self._timer: Timer | None = None
 
     @property
     def alive(self) -> bool:
@@ -109,13 +115,8 @@ class DecodePeers(Messenger):
         if self._actor.is_current:
             raise ConfigError("connect() was called on the messenger's own thread, which would wait for itself")
         bound = self._bounds.handshake_s if timeout is None else timeout
-        future = self._begin_connect(address, bound)
-        try:
-            return future.result(bound)
-        except concurrent.futures.TimeoutError:
-            if future.done() and (error := future.exception()) is not None:
-                raise error from None
-            raise _unreachable(address, f"it did not answer within {bound:g} s") from None
+        # Ended by the actor's timer; the longer wait only guards against a callback that blocks the actor.
+        return self._begin_connect(address, bound).result(bound + ANSWER_S)
 
     def _begin_connect(self, address: bytes, bound: float) -> concurrent.futures.Future[PrefillPeer]:
         epoch = EngineAddress.from_bytes(address).epoch
@@ -140,7 +141,7 @@ class DecodePeers(Messenger):
             elif known._greeted:
                 future.set_result(known)
             else:
-                known._waiters.append(future)
+                self._wait_for_reply(known, address, bound, future)
             return
         try:
             native = self._engine.add_peer(address, monitor=True)
@@ -165,10 +166,21 @@ class DecodePeers(Messenger):
             return
         self._last_number = session
         peer = self._peers[epoch] = PrefillPeer(link, session)
-        peer._waiters.append(future)
-        expired = _unreachable(address, f"it did not answer within {bound:g} s")
-        peer._timer = self._actor.after(bound, partial(self._give_up, peer, expired))
+        self._wait_for_reply(peer, address, bound, future)
         link.send(hello)
+
+    def _wait_for_reply(
+        self, peer: PrefillPeer, address: bytes, bound: float, future: concurrent.futures.Future[PrefillPeer]
+    ) -> None:
+        expired = _unreachable(address, f"it did not answer within {bound:g} s")
+        waiter = _Waiter(future, self._actor.after(bound, lambda: self._on_waited(peer, waiter, expired)))
+        peer._waiters.append(waiter)
+
+    def _on_waited(self, peer: PrefillPeer, waiter: _Waiter, error: FabricKVError) -> None:
+        peer._waiters.remove(waiter)
+        if not peer._waiters:
+            self._give_up(peer, error)
+        waiter.future.set_exception(error)
 
     def _on_reply(self, peer: PrefillPeer, reply: wire.HelloReply) -> None:
         if peer._greeted or reply.session != peer._session:
@@ -197,10 +209,9 @@ class DecodePeers(Messenger):
             self._answer(peer, error)
 
     def _answer(self, peer: PrefillPeer, error: FabricKVError | None) -> None:
-        if peer._timer is not None:
-            peer._timer.cancel()
         waiters, peer._waiters = peer._waiters, []
-        for future in waiters:
+        for future, timer in waiters:
+            timer.cancel()
             if error is None:
                 future.set_result(peer)
             else:

@@ -100,6 +100,18 @@ def test_nobody_there_is_bounded(seed):
     assert sim.connect().alive
 
 
+def test_each_connect_has_its_own_bound(seed):
+    sim = Sim(seed, connect=False)
+    sim.fabric.drop_messages = 1.0
+    futures = [sim.decode._begin_connect(sim.prefill_engine.address, bound) for bound in (0.5, 2.0, 1.0)]
+    ends = []
+    for future in futures:
+        future.add_done_callback(lambda _: ends.append(sim.clock[0]))
+    sim.run(lambda: all(future.done() for future in futures))
+    assert ends == pytest.approx([0.5, 1.0, 2.0])
+    assert sim.decode.state()["peers"] == {}
+
+
 def test_an_unknown_engine_is_unreachable_soon(seed):
     sim = Sim(seed, connect=False)
     nobody = EngineAddress(bytes(16), ((b"nowhere",),)).to_bytes()

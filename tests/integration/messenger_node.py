@@ -1,0 +1,257 @@
+"""One side of the messenger tests as a process of its own: commands come in on stdin, events go out on stdout.
+
+Every cell of the prefill side's cache is computed from (request, layer, K or V, token, head, element), right before
+``layer_done``, and spoilt when the pages are handed back; see ``stamp``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import numpy as np
+
+from fabric_kv.cache import CacheSpec
+from fabric_kv.config import Bounds, EngineOptions
+from fabric_kv.engine import Engine
+from fabric_kv.errors import FabricKVError
+from fabric_kv.layout import KVLayout
+from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
+from fabric_kv.placement import Placement
+
+LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
+CANARY, SPOILT = -1.0, -2.0
+BOUNDS = Bounds(handshake_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+OPTIONS = EngineOptions(heartbeat_interval_s=0.1, heartbeat_misses=8)
+
+
+def make_cache(tp_size, fill, heads=HEADS):
+    layout = KVLayout.attention(
+        num_layers=LAYERS, kv_heads=heads, head_dim=DIM, page_tokens=PAGE_TOKENS, dtype="float32"
+    )
+    placement = Placement(tp_size=tp_size)
+    arrays = []
+    for rank in range(tp_size):
+        begin, end = placement.heads_of(rank, heads)
+        arrays.append(np.full((LAYERS, 2, NUM_PAGES, end - begin, PAGE_TOKENS, DIM), fill, np.float32))
+    return CacheSpec.from_arrays(layout, placement, arrays), arrays
+
+
+def stamp(number, num_tokens):
+    """Axes: layer, K/V, token, head, element."""
+    shape = (LAYERS, 2, num_tokens, HEADS, DIM)
+    return (np.arange(np.prod(shape), dtype=np.float32) % 65536 + 65536 * (number % 128)).reshape(shape)
+
+
+def tail_of(number):
+    return np.arange(5, dtype=np.float32) + number
+
+
+def pages_of(values):
+    """From tokens to whole pages: [layer, K/V, page, head, row, element], zeros behind the last token."""
+    num_pages = -(-values.shape[2] // PAGE_TOKENS)
+    padded = np.zeros((LAYERS, 2, num_pages * PAGE_TOKENS, HEADS, DIM), np.float32)
+    padded[:, :, : values.shape[2]] = values
+    return padded.reshape(LAYERS, 2, num_pages, PAGE_TOKENS, HEADS, DIM).transpose(0, 1, 2, 4, 3, 5)
+
+
+class PrefillNode:
+    """Computes requests one after the other on a thread of its own."""
+
+    def __init__(self, tp_size, tell=lambda event: None):
+        self.tell = tell
+        self.spec, self.arrays = make_cache(tp_size, SPOILT)
+        self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
+        self.lock = threading.Condition()
+        self.pages, self.queue = {}, []
+        self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
+        self.engine = Engine("tcp", nics=["127.0.0.1"], options=OPTIONS)
+        tails = TailPool(self.engine, "float32", (5,))
+        regions = [[self.engine.register(array)] for array in self.arrays]
+        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
+        self.thread = threading.Thread(target=self.compute, daemon=True)
+        self.thread.start()
+
+    def on_request(self, request):
+        if self.refuse:
+            return Reject(self.refuse)
+        with self.lock:
+            count = -(-request.num_tokens // PAGE_TOKENS)
+            if count > len(self.free):
+                return Reject(f"{count} pages are needed, {len(self.free)} are free")
+            self.pages[request.key] = np.array([self.free.pop() for _ in range(count)])
+            self.queue.append(request)
+            self.lock.notify_all()
+        self.tell({"event": "offered", "id": request.key.request_id})
+        return None
+
+    def on_released(self, key):
+        self.give_back(key)
+        self.tell({"event": "released", "id": key.request_id})
+
+    def on_failed(self, key, error):
+        self.give_back(key)
+        self.tell({"event": "failed", "id": key.request_id, "error": type(error).__name__})
+
+    def give_back(self, key):
+        with self.lock:
+            pages = self.pages.pop(key)
+            for array in self.arrays:
+                array[:, :, pages] = SPOILT
+            self.free += pages.tolist()
+
+    def allow(self, chunks):
+        """How many more chunks may be computed."""
+        with self.lock:
+            self.chunks_allowed = chunks
+            self.lock.notify_all()
+
+    def compute(self):
+        while True:
+            with self.lock:
+                self.lock.wait_for(lambda: self.queue or self.stopping)
+                if self.stopping:
+                    return
+                request = self.queue.pop(0)
+            self.compute_request(request)
+
+    def compute_request(self, request):
+        number, total = int(request.params), request.num_tokens
+        values = pages_of(stamp(number, total))
+        for begin in range(0, total, 40):
+            end = min(total, begin + 40)
+            with self.lock:
+                self.lock.wait_for(lambda: self.chunks_allowed > 0 or self.stopping)
+                self.chunks_allowed -= 1
+                pages = self.pages.get(request.key)
+            if pages is None or self.stopping:
+                return
+            step = self.messenger.begin_step([Chunk(request.key, begin, end, [pages], end == total)])
+            for layer in range(LAYERS):
+                with self.lock:
+                    if request.key in self.pages:  # Not handed back meanwhile.
+                        self.append(layer, pages, values, begin, end)
+                self.messenger.layer_done(step, layer)
+            self.tell({"event": "chunk", "id": request.key.request_id, "end": end})
+        self.messenger.finish(request.key, tail_of(number))
+
+    def append(self, layer, pages, values, begin, end):
+        first, last = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
+        for rank, array in enumerate(self.arrays):
+            low, high = self.spec.placement.heads_of(rank, HEADS)
+            array[layer][:, pages[first:last]] = values[layer, :, first:last, low:high]
+
+    def close(self):
+        with self.lock:
+            self.stopping = True
+            self.lock.notify_all()
+        self.messenger.close()
+        self.thread.join(10)
+        self.engine.close()
+
+
+class DecodeNode:
+    """Submits requests and checks every byte at the moment they are ready."""
+
+    def __init__(self, tp_size, heads=HEADS):
+        self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
+        self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
+        self.engine = Engine("tcp", nics=["127.0.0.1"], options=OPTIONS)
+        self.tails = TailPool(self.engine, "float32", (5,))
+        regions = [[self.engine.register(array)] for array in self.arrays]
+        self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, BOUNDS)
+        self.lock = threading.Lock()
+
+    def submit(self, peer, number, num_tokens, deadline_s=None):
+        with self.lock:
+            pages = np.array([self.free.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))])
+        request = Request(
+            request_id=f"r{number}",
+            tokens=np.arange(num_tokens),
+            pages=[pages],
+            deadline_s=deadline_s,
+            params=str(number).encode(),
+        )
+        handle = self.messenger.submit(peer, request)
+        handle.wrong, handle.checked = "not checked", threading.Event()
+        handle.add_done_callback(lambda handle: self.on_done(handle, number, num_tokens, pages))
+        return handle
+
+    def on_done(self, handle, number, num_tokens, pages):
+        error = handle.exception(0)
+        if error is None:
+            handle.wrong = self.compare(handle.result(0), number, num_tokens, pages)
+        if error is None or error.pages_clean:
+            for array in self.arrays:
+                array[:, :, pages] = CANARY
+            with self.lock:
+                self.free += pages.tolist()
+        handle.checked.set()
+
+    def check(self, handle, timeout):
+        """Wait for a request that must succeed; result() may return before on_done has run."""
+        handle.result(timeout)
+        assert handle.checked.wait(timeout)
+        assert handle.wrong is None, handle.wrong
+
+    def compare(self, result, number, num_tokens, pages):
+        """What is wrong with the pages; None if nothing is."""
+        values = pages_of(stamp(number, num_tokens))
+        in_last = num_tokens - (len(pages) - 1) * PAGE_TOKENS
+        for rank, array in enumerate(self.arrays):
+            low, high = self.spec.placement.heads_of(rank, HEADS)
+            found, expected = array[:, :, pages], values[:, :, :, low:high]
+            if not (found[:, :, :-1] == expected[:, :, :-1]).all():
+                return f"whole pages of rank {rank}"
+            if not (found[:, :, -1, :, :in_last] == expected[:, :, -1, :, :in_last]).all():
+                return f"the last page of rank {rank}"
+        return None if (result.tail == tail_of(number)).all() else f"tail {result.tail}"
+
+    def canaries_intact(self):
+        return all((array[:, :, self.free] == CANARY).all() for array in self.arrays)
+
+    def close(self):
+        self.messenger.close()
+        self.engine.close()
+
+
+def main():
+    role, tp_size = sys.argv[1], int(sys.argv[2])
+    lock = threading.Lock()
+
+    def tell(event):
+        with lock:
+            print(json.dumps(event), flush=True)
+
+    node = PrefillNode(tp_size, tell) if role == "prefill" else DecodeNode(tp_size)
+    tell({"event": "up", "address": node.engine.address.hex()})
+    peer = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "refuse":
+                node.refuse = command["reason"]
+            case "allow":
+                node.allow(command["chunks"])
+            case "fail":
+                node.messenger.fail(next(iter(node.pages)), command["reason"])
+            case "connect":
+                peer = node.messenger.connect(bytes.fromhex(command["address"]))
+            case "submit":
+                handle = node.submit(peer, command["number"], command["tokens"])
+                handle.add_done_callback(
+                    lambda h: tell({"event": "done", "error": type(h.exception(0)).__name__, "wrong": h.wrong})
+                )
+            case "close":
+                node.close()
+        state = node.messenger.state()
+        tell({"event": "did", "free": len(node.free), "requests": len(state["requests"]), "counts": state["counts"]})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FabricKVError as error:
+        print(json.dumps({"event": "crash", "error": repr(error)}), flush=True)
+        raise

@@ -1,0 +1,318 @@
+"""Two processes over libfabric's tcp: tensor parallelism of all kinds, and every way in which a request can end."""
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_kv.errors import (
+    PeerLostError,
+    PeerUnreachableError,
+    PlanError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestRejectedError,
+    RequestTimeoutError,
+)
+from fabric_kv.messenger import RequestState
+
+from .messenger_node import DecodeNode
+
+LONG = 60.0  # Nothing takes that long unless it hangs; every bound of the messenger is below.
+
+
+class Child:
+    """A node in a process of its own."""
+
+    def __init__(self, role, tp_size=1):
+        script = Path(__file__).with_name("messenger_node.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), role, str(tp_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        self.events = queue.SimpleQueue()
+        self.passed = []
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        self.address = bytes.fromhex(self.wait_for("up")["address"])
+
+    def read(self):
+        for line in self.process.stdout:
+            self.events.put(json.loads(line))
+        self.events.put({"event": "gone"})
+
+    def wait_for(self, *kinds):
+        """The next event of these kinds; others are kept for later."""
+        for index, event in enumerate(self.passed):
+            if event["event"] in kinds:
+                return self.passed.pop(index)
+        while True:
+            event = self.events.get(timeout=LONG)
+            if event["event"] in kinds:
+                return event
+            assert event["event"] not in ("gone", "crash"), event
+            self.passed.append(event)
+
+    def do(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.wait_for("did")
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def close(self):
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(LONG)
+        self.process.stdin.close()
+        self.reader.join(LONG)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start():
+    """Make children and decode nodes that are gone after the test."""
+    made = []
+
+    def make(kind, *args, **kwargs):
+        made.append(DecodeNode(*args, **kwargs) if kind == "here" else Child(kind, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for item in reversed(made):
+        item.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("fabric_kv-")]
+    assert not left
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_pages_arrive_whole_for_every_pair_of_tp(start, prefill_tp, decode_tp):
+    prefill, decode = start("prefill", prefill_tp), start("here", decode_tp)
+    peer = decode.messenger.connect(prefill.address)
+    handles = [decode.submit(peer, number, tokens) for number, tokens in enumerate((1, 16, 100, 333, 47))]
+    for handle in handles:
+        decode.check(handle, LONG)
+    assert {prefill.wait_for("released")["id"] for _ in handles} == {f"r{number}" for number in range(5)}
+    assert prefill.do(do="state")["free"] == 128
+    assert len(decode.free) == 128
+    assert decode.canaries_intact()
+
+
+def test_many_requests_at_once_on_one_event_loop(start, seed):
+    prefill, decode = start("prefill", 3), start("here", 1)
+    peer = decode.messenger.connect(prefill.address)
+    sizes = np.random.default_rng(seed).integers(1, 120, 80)
+
+    async def one(number, gate):
+        async with gate:
+            handle = decode.submit(peer, number, int(sizes[number]))
+            await handle
+            decode.check(handle, LONG)
+
+    async def run():
+        gate = asyncio.Semaphore(10)
+        return await asyncio.gather(*(one(number, gate) for number in range(len(sizes))))
+
+    assert asyncio.run(run()) == [None] * len(sizes)
+    for _ in sizes:
+        prefill.wait_for("released")
+    assert prefill.do(do="state")["free"] == 128
+    assert decode.canaries_intact()
+    assert decode.messenger.state()["counts"]["ready"] == len(sizes)
+
+
+def test_a_reject_brings_its_reason_and_leaves_both_sides_usable(start):
+    prefill, decode = start("prefill"), start("here", 1)
+    peer = decode.messenger.connect(prefill.address)
+    prefill.do(do="refuse", reason="the queue is full")
+    error = decode.submit(peer, 0, 50).exception(LONG)
+    assert isinstance(error, RequestRejectedError)
+    assert "the queue is full" in str(error)
+    assert error.pages_clean
+    prefill.do(do="refuse", reason=None)
+    decode.check(decode.submit(peer, 1, 50), LONG)
+
+
+@pytest.fixture
+def halfway(start):
+    """A request of 200 tokens whose first chunk was sent, and no more will be."""
+    prefill, decode = start("prefill", 3), start("here", 1)
+    prefill.do(do="allow", chunks=1)
+    peer = decode.messenger.connect(prefill.address)
+    handle = decode.submit(peer, 0, 200)
+    prefill.wait_for("chunk")
+    return prefill, decode, peer, handle
+
+
+def next_one_works(prefill, decode, peer):
+    prefill.do(do="allow", chunks=1000)
+    decode.check(decode.submit(peer, 7, 150), LONG)
+    assert decode.canaries_intact()
+
+
+def test_a_failure_halfway_is_told_with_clean_pages(halfway):
+    prefill, decode, peer, handle = halfway
+    prefill.do(do="fail", reason="preempted")
+    error = handle.exception(LONG)
+    assert isinstance(error, RequestFailedError)
+    assert "preempted" in str(error)
+    assert error.pages_clean
+    assert prefill.wait_for("failed")["error"] == "RequestFailedError"
+    next_one_works(prefill, decode, peer)
+
+
+def test_a_cancel_halfway_returns_clean_pages(halfway):
+    prefill, decode, peer, handle = halfway
+    assert 0 < handle.progress()[0] < handle.progress()[1]
+    handle.cancel()
+    error = handle.exception(LONG)
+    assert isinstance(error, RequestCancelledError)
+    assert error.pages_clean
+    assert prefill.wait_for("failed")["error"] == "RequestCancelledError"
+    next_one_works(prefill, decode, peer)
+
+
+def test_a_deadline_ends_a_request_on_both_sides(start):
+    prefill, decode = start("prefill"), start("here", 1)
+    prefill.do(do="allow", chunks=0)
+    peer = decode.messenger.connect(prefill.address)
+    error = decode.submit(peer, 0, 50, deadline_s=0.3).exception(LONG)
+    assert isinstance(error, RequestTimeoutError | RequestFailedError)
+    assert error.pages_clean
+    assert prefill.wait_for("failed")["error"] in ("RequestCancelledError", "RequestTimeoutError")
+    next_one_works(prefill, decode, peer)
+
+
+def test_layouts_that_do_not_fit_are_refused_once_and_in_words(start):
+    prefill, other, decode = start("prefill"), start("here", 1, heads=4), start("here", 1)
+    with pytest.raises(PlanError, match=r"K\.heads +3 +4 +<- differs"):
+        other.messenger.connect(prefill.address)
+    peer = decode.messenger.connect(prefill.address)
+    next_one_works(prefill, decode, peer)
+
+
+def test_sigkill_of_prefill_halfway_ends_the_request_and_a_new_one_serves(halfway, start):
+    prefill, decode, peer, handle = halfway
+    prefill.signal(signal.SIGKILL)
+    error = handle.exception(LONG)
+    assert isinstance(error, PeerLostError)
+    assert error.pages_clean is False
+    assert handle.poll() is RequestState.PEER_LOST
+    with pytest.raises(PeerLostError):
+        decode.submit(peer, 1, 1)
+    assert decode.messenger.state()["poisoned_pages"] == 13
+    with pytest.raises(PeerUnreachableError):
+        decode.messenger.connect(prefill.address, timeout=1.0)
+    again = start("prefill", 1)
+    next_one_works(again, decode, decode.messenger.connect(again.address))
+
+
+def test_a_stopped_prefill_is_noticed_and_welcome_when_it_wakes(halfway):
+    prefill, decode, _, handle = halfway
+    prefill.signal(signal.SIGSTOP)
+    error = handle.exception(LONG)
+    assert isinstance(error, PeerLostError)
+    assert error.pages_clean is False
+    prefill.signal(signal.SIGCONT)
+    # It has noticed too, or will when it hears of the new session.
+    peer = decode.messenger.connect(prefill.address)
+    assert prefill.wait_for("failed")["error"] == "PeerLostError"
+    next_one_works(prefill, decode, peer)
+
+
+def test_sigkill_of_decode_halfway_frees_the_source_pages(start):
+    prefill, decode = start("prefill"), start("decode")
+    prefill.do(do="allow", chunks=1)
+    decode.do(do="connect", address=prefill.address.hex())
+    decode.do(do="submit", number=0, tokens=200)
+    prefill.wait_for("chunk")
+    decode.signal(signal.SIGKILL)
+    assert prefill.wait_for("failed")["error"] == "PeerLostError"
+    state = prefill.do(do="state")
+    assert (state["free"], state["requests"]) == (128, 0)
+    again = start("here", 3)
+    next_one_works(prefill, again, again.messenger.connect(prefill.address))
+
+
+def test_writing_to_a_decode_that_was_killed_ends(start):
+    """The sender's completions do not say that anyone was there: released, failed and lost are all possible."""
+    prefill, decode = start("prefill", 3), start("decode")
+    prefill.do(do="allow", chunks=1)
+    decode.do(do="connect", address=prefill.address.hex())
+    decode.do(do="submit", number=0, tokens=1500)
+    prefill.wait_for("chunk")
+    decode.signal(signal.SIGKILL)
+    prefill.do(do="allow", chunks=1000)
+    prefill.wait_for("failed", "released")
+    assert prefill.do(do="state")["free"] == 128
+
+
+def test_a_stopped_decode_frees_the_source_pages(start):
+    prefill, decode = start("prefill"), start("decode")
+    prefill.do(do="allow", chunks=1)
+    decode.do(do="connect", address=prefill.address.hex())
+    decode.do(do="submit", number=0, tokens=200)
+    prefill.wait_for("chunk")
+    decode.signal(signal.SIGSTOP)
+    assert prefill.wait_for("failed")["error"] == "PeerLostError"
+    decode.signal(signal.SIGCONT)
+    assert decode.wait_for("done")["error"] == "PeerLostError"
+    decode.do(do="connect", address=prefill.address.hex())
+    prefill.do(do="allow", chunks=1000)
+    decode.do(do="submit", number=1, tokens=200)
+    done = decode.wait_for("done")
+    assert (done["error"], done["wrong"]) == ("NoneType", None)
+
+
+def test_closing_prefill_tells_decode_and_the_other_way_round(halfway):
+    prefill, _, peer, handle = halfway
+    prefill.do(do="close")
+    error = handle.exception(LONG)
+    assert isinstance(error, RequestFailedError | PeerLostError)
+    assert error.pages_clean
+    assert not peer.alive
+
+
+def test_closing_decode_frees_prefill(start):
+    prefill, decode = start("prefill"), start("decode")
+    prefill.do(do="allow", chunks=1)
+    decode.do(do="connect", address=prefill.address.hex())
+    decode.do(do="submit", number=0, tokens=200)
+    prefill.wait_for("chunk")
+    assert decode.do(do="close")["counts"]["closed"] == 1
+    assert prefill.wait_for("failed")["error"] == "RequestCancelledError"
+    assert prefill.do(do="state")["free"] == 128
+
+
+def test_nobody_at_the_address_is_unreachable(start):
+    gone, decode = start("prefill"), start("here", 1)
+    gone.signal(signal.SIGKILL)
+    gone.process.wait(LONG)
+    with pytest.raises(PeerUnreachableError):
+        decode.messenger.connect(gone.address, timeout=2.0)
+    assert decode.messenger.state()["peers"] == {}
+
+
+def test_random_bytes_on_the_control_path_change_nothing(start, seed):
+    prefill, decode, liar = start("prefill"), start("here", 1), start("here", 1)
+    dice = np.random.default_rng(seed)
+    target = liar.engine.add_peer(prefill.address)
+    for size in (0, 1, 4, 100, 20_000, 1 << 20):
+        for prefix in (b"", b"FKV\x01", b"FKV\x02"):
+            liar.engine.send(target, prefix + dice.bytes(size)).result(LONG)
+    peer = decode.messenger.connect(prefill.address)
+    next_one_works(prefill, decode, peer)
+    counts = prefill.do(do="state")["counts"]
+    assert counts["malformed"] + counts["other_version"] == 18

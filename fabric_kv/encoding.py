@@ -48,5 +48,5 @@ def decode(magic: bytes, version: int, type_: type[T], data: bytes, *, what: str
         raise ProtocolError(f"{what}: the peer speaks version {theirs}, this side speaks {version}")
     try:
         return msgspec.msgpack.decode(data[_HEADER_BYTES:], type=type_)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the last: nested deeper than the stack
         raise ProtocolError(f"{what}: {error}") from None

@@ -1,0 +1,158 @@
+"""Regions, addresses and tokens on the wire: the first version's bytes are frozen, hostile ones are refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric_kv.errors import ProtocolError
+from fabric_kv.regions import CounterToken, EngineAddress, RemoteRegion
+
+EPOCH = bytes(range(16))
+REGION = RemoteRegion(EPOCH, 3, 6 << 30, ((0, 1), (2**64 - 1, 2**63)))
+ADDRESS = EngineAddress(EPOCH, ((b"\x02\x00\x1f\x90\x7f\x00\x00\x01" + bytes(8),), (b"fi_shm://42\x00", b"x")))
+
+# Bytes of version 1 as first released. A change here breaks every peer of another version: raise VERSION instead.
+GOLDEN_REGION = bytes.fromhex(
+    "464b56520100"
+    "94"
+    "c410000102030405060708090a0b0c0d0e0f"
+    "03"
+    "cf0000000180000000"
+    "92"
+    "920001"
+    "92cfffffffffffffffffcf8000000000000000"
+)
+GOLDEN_ADDRESS = bytes.fromhex(
+    "464b56410100"
+    "92"
+    "c410000102030405060708090a0b0c0d0e0f"
+    "92"
+    "91"
+    "c41002001f907f0000010000000000000000"
+    "92"
+    "c40c66695f73686d3a2f2f343200"
+    "c40178"
+)
+
+epochs = st.binary(min_size=16, max_size=16)
+u64 = st.integers(0, 2**64 - 1)
+remote_regions = st.builds(
+    RemoteRegion,
+    epochs,
+    st.integers(0, 63),
+    st.integers(0, 2**63 - 1),
+    st.lists(st.tuples(u64, u64), min_size=1, max_size=64).map(tuple),
+)
+addresses = st.builds(
+    EngineAddress,
+    epochs,
+    st.lists(
+        st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=8).map(tuple), min_size=1, max_size=8
+    ).map(tuple),
+)
+
+
+def test_golden_bytes_of_a_region() -> None:
+    assert REGION.to_bytes() == GOLDEN_REGION
+    assert RemoteRegion.from_bytes(GOLDEN_REGION) == REGION
+
+
+def test_golden_bytes_of_an_address() -> None:
+    assert ADDRESS.to_bytes() == GOLDEN_ADDRESS
+    assert EngineAddress.from_bytes(GOLDEN_ADDRESS) == ADDRESS
+
+
+def test_golden_bytes_of_a_token() -> None:
+    token = CounterToken(131070, 31, 4096, 2)
+    assert msgspec.msgpack.encode(token) == bytes.fromhex("94ce0001fffe1fcd100002")
+    assert token.native() == (131070, 31, 4096)
+
+
+@given(remote_regions)
+def test_regions_survive_the_wire(region: RemoteRegion) -> None:
+    data = region.to_bytes()
+    assert len(data) <= RemoteRegion.MAX_BYTES
+    assert RemoteRegion.from_bytes(data) == region
+
+
+@given(addresses)
+def test_addresses_survive_the_wire(address: EngineAddress) -> None:
+    assert EngineAddress.from_bytes(address.to_bytes()) == address
+
+
+def test_the_newer_side_is_named() -> None:
+    newer = GOLDEN_REGION[:4] + b"\x02\x00" + GOLDEN_REGION[6:]
+    with pytest.raises(ProtocolError, match="remote region: the peer speaks version 2, this side speaks 1"):
+        RemoteRegion.from_bytes(newer)
+
+
+def test_one_is_not_taken_for_the_other() -> None:
+    with pytest.raises(ProtocolError, match="FKVA"):
+        RemoteRegion.from_bytes(GOLDEN_ADDRESS)
+    with pytest.raises(ProtocolError, match="FKVR"):
+        EngineAddress.from_bytes(GOLDEN_REGION)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ((EPOCH[:15], 0, 1, ((0, 0),)), "length"),
+        ((EPOCH + b"x", 0, 1, ((0, 0),)), "length"),
+        ((EPOCH, 64, 1, ((0, 0),)), "63|64"),
+        ((EPOCH, -1, 1, ((0, 0),)), "0"),
+        ((EPOCH, 0, 2**63, ((0, 0),)), "9223372036854775807|int"),
+        ((EPOCH, 0, -1, ((0, 0),)), "0"),
+        ((EPOCH, 0, 1, ()), "length"),
+        ((EPOCH, 0, 1, ((0, 0),) * 65), "length"),
+        ((EPOCH, 0, 1, ((0, -1),)), "0"),
+        ((EPOCH, 0, 1, ((0,),)), "length"),
+        ((EPOCH, 0, 1, ((0, 1.5),)), "float"),
+        ((EPOCH, "0", 1, ((0, 0),)), "str"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_their_limit(fields: tuple[object, ...], words: str) -> None:
+    data = RemoteRegion.MAGIC + b"\x01\x00" + msgspec.msgpack.encode(fields)
+    with pytest.raises(ProtocolError, match=words):
+        RemoteRegion.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(), ((),), ((b"",),), ((b"x" * 1025,),), ((b"x",) * 65,), ((b"x",),) * 65, (("text",),), b"x"],
+    ids=["no group", "no rail", "empty", "long", "65 rails", "65 groups", "text", "bytes"],
+)
+def test_addresses_out_of_range_are_refused(groups: object) -> None:
+    data = EngineAddress.MAGIC + b"\x01\x00" + msgspec.msgpack.encode((EPOCH, groups))
+    with pytest.raises(ProtocolError, match="engine address"):
+        EngineAddress.from_bytes(data)
+
+
+@pytest.mark.parametrize("token", [(2**17 - 1, 0, 1, 0), (0, 32, 1, 0), (0, 0, 0, 0), (0, 0, 1, 64), (-1, 0, 1, 0)])
+def test_tokens_out_of_range_are_refused(token: tuple[int, ...]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=CounterToken)
+
+
+@given(st.sampled_from([GOLDEN_REGION, GOLDEN_ADDRESS]), st.data())
+def test_any_damage_is_refused_or_still_in_range(golden: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(golden)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.integers(0, len(damaged)))]
+    for cls in (RemoteRegion, EngineAddress):
+        try:
+            parsed = cls.from_bytes(bytes(damaged))
+        except ProtocolError:
+            continue
+        assert len(parsed.epoch) == 16
+        assert cls.from_bytes(parsed.to_bytes()) == parsed
+
+
+def test_oversized_bytes_are_refused_unparsed() -> None:
+    with pytest.raises(ProtocolError, match="above the limit of 4096"):
+        RemoteRegion.from_bytes(GOLDEN_REGION + bytes(4096))
+    with pytest.raises(ProtocolError, match="above the limit of 1048576"):
+        EngineAddress.from_bytes(GOLDEN_ADDRESS + bytes(1 << 20))

@@ -9,7 +9,36 @@ Frames come from peers: a total is believed only as far as bytes have arrived, a
 
 from __future__ import annotations
 
-__all__ = ["Reassembly"]
+__all__ = ["MESSAGE_OVERHEAD_BYTES", "Reassembly"]
+
+# What keeping a message or a frame costs beside its bytes: objects, keys, table entries. Counted, so that many tiny
+# ones are bounded like few large ones.
+MESSAGE_OVERHEAD_BYTES = 256
+
+
+class _Partial:
+    """One message of which frames are missing."""
+
+    __slots__ = ("frames", "num_bytes", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.num_bytes = 0
+        self.frames: dict[int, bytes] = {}
+
+    @property
+    def cost(self) -> int:
+        return self.num_bytes + MESSAGE_OVERHEAD_BYTES * len(self.frames)
+
+    def join(self) -> bytes | None:
+        """The message, if its frames lie end to end."""
+        end, parts = 0, []
+        for start, frame in sorted(self.frames.items()):
+            if start != end:
+                return None
+            end += len(frame)
+            parts.append(frame)
+        return b"".join(parts)
 
 
 class Reassembly:
@@ -17,9 +46,10 @@ class Reassembly:
 
     def __init__(self, max_message_bytes: int, max_total_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
-        self._max_total_bytes = max_total_bytes
-        self._partial: dict[tuple[bytes, int], tuple[int, dict[int, bytes]]] = {}
-        self._num_bytes = 0
+        # The part on top is what full frames cost, so that one message of max_total_bytes always fits.
+        self._max_cost = max_total_bytes + max_total_bytes // 32
+        self._partial: dict[tuple[bytes, int], _Partial] = {}  # oldest first
+        self._cost = 0
         self.num_dropped = 0
 
     def add(self, sender: bytes, message_id: int, total: int, offset: int, payload: bytes) -> bytes | None:
@@ -30,23 +60,22 @@ class Reassembly:
         if len(payload) == total:
             return payload
         key = (sender, message_id)
-        known_total, frames = self._partial.setdefault(key, (total, {}))
-        if known_total != total or offset in frames or not payload:
+        partial = self._partial.setdefault(key, _Partial(total))
+        if partial.total != total or offset in partial.frames or not payload:
             self._drop(key)
             return None
-        frames[offset] = payload
-        self._num_bytes += len(payload)
-        if sum(map(len, frames.values())) < total:
-            while self._num_bytes > self._max_total_bytes:
+        partial.frames[offset] = payload
+        partial.num_bytes += len(payload)
+        self._cost += len(payload) + MESSAGE_OVERHEAD_BYTES
+        if partial.num_bytes < total:
+            while self._cost > self._max_cost:
                 self._drop(next(iter(self._partial)))  # the oldest: whoever left it unfinished
             return None
         del self._partial[key]
-        self._num_bytes -= sum(map(len, frames.values()))
-        message = b"".join(frames[start] for start in sorted(frames))
-        starts_fit = all(start == end for start, end in zip(sorted(frames), _ends(frames), strict=True))
-        if len(message) != total or not starts_fit:
+        self._cost -= partial.cost
+        message = partial.join() if partial.num_bytes == total else None
+        if message is None:
             self.num_dropped += 1
-            return None
         return message
 
     def forget(self, sender: bytes) -> None:
@@ -55,15 +84,5 @@ class Reassembly:
             self._drop(key)
 
     def _drop(self, key: tuple[bytes, int]) -> None:
-        _, frames = self._partial.pop(key)
-        self._num_bytes -= sum(map(len, frames.values()))
+        self._cost -= self._partial.pop(key).cost
         self.num_dropped += 1
-
-
-def _ends(frames: dict[int, bytes]) -> list[int]:
-    """Where each frame should start: at the end of the one before."""
-    ends, at = [], 0
-    for start in sorted(frames):
-        ends.append(at)
-        at += len(frames[start])
-    return ends

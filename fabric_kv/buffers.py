@@ -53,7 +53,7 @@ def locate(buffer: Any) -> Buffer:
     if hasattr(buffer, "__dlpack__") and hasattr(buffer, "__dlpack_device__"):
         device, _ = buffer.__dlpack_device__()
         if int(device) == _DLPACK_CPU:
-            return _from_array(np.from_dlpack(buffer), buffer)
+            return _from_dlpack(buffer)
         raise ConfigError(
             f"a DLPack buffer on device type {int(device)} cannot be located: pass its __cuda_array_interface__ or "
             f"(address, nbytes, 'cuda:N'); type {_DLPACK_CUDA} is CUDA"
@@ -81,18 +81,41 @@ def _from_tuple(buffer: tuple[Any, ...]) -> Buffer:
     address, nbytes, device = buffer
     if not isinstance(address, int) or not isinstance(nbytes, int) or not isinstance(device, str):
         raise ConfigError("a tuple must be (address: int, nbytes: int, device: str)")
-    if not 0 < address < 2**64 or not 0 < nbytes < 2**63:
+    if not 0 < address < 2**64 or not 0 < nbytes < 2**63 or address + nbytes > 2**64:
         raise ConfigError(f"address {address:#x} with {nbytes} bytes is not a range of memory")
     return Buffer(address, nbytes, device, None)
 
 
-def _from_array(array: np.ndarray[Any, Any], owner: object) -> Buffer:
+def _from_dlpack(buffer: Any) -> Buffer:
+    try:
+        array: np.ndarray[Any, Any] = np.from_dlpack(buffer)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"{type(buffer).__name__} cannot be imported through DLPack: {error}. Hint: NumPy has no bfloat16; pass a "
+            "view of the same memory as uint8"
+        ) from None
+    # NumPy takes memory for read-only where the exporter speaks DLPack before 1.0, which cannot say; such an exporter
+    # must refuse to export what is read-only.
+    return _from_array(array, buffer, writable=array.flags.writeable or not _exports_versioned(buffer))
+
+
+def _exports_versioned(buffer: Any) -> bool:
+    try:
+        capsule = buffer.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return False
+    return "dltensor_versioned" in repr(capsule)
+
+
+def _from_array(array: np.ndarray[Any, Any], owner: object, *, writable: bool | None = None) -> Buffer:
     what = f"array of shape {array.shape}, dtype {array.dtype}"
+    if array.dtype.hasobject:
+        raise ConfigError(f"{what} holds Python objects: a peer would write pointers")
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         raise ConfigError(
             f"{what} with strides {array.strides} is not contiguous: register the array that it is a view of"
         )
-    if not array.flags.writeable:
+    if not (array.flags.writeable if writable is None else writable):
         raise ConfigError(f"{what} is read-only: a peer may write into a region")
     if array.nbytes == 0:
         raise ConfigError(f"{what} is empty")

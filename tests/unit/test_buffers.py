@@ -1,0 +1,181 @@
+"""Where a buffer's bytes are, and what is refused: read-only, not contiguous, empty, Python objects, no buffer."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fabric_kv.buffers import locate
+from fabric_kv.errors import ConfigError
+
+
+class Dlpack:
+    """Exports an array as a framework would: before DLPack 1.0, or since."""
+
+    def __init__(self, exported: np.ndarray[Any, Any], *, versioned: bool) -> None:
+        self.exported = exported
+        self.versioned = versioned
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.exported.__dlpack_device__()
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        if not self.versioned and keywords.keys() - {"stream"}:
+            raise TypeError("unexpected keyword")
+        return self.exported.__dlpack__(**keywords)
+
+
+class OnDevice:
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        raise AssertionError("must not be asked for")
+
+
+class CudaArray:
+    def __init__(self, **changes: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (4, 8),
+            "typestr": "<f2",
+            "data": (0x7F0000000000, False),
+            "version": 3,
+        } | changes
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "f8", "c16", "V7", [("a", "u1"), ("b", "i8")]])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_of_any_dtype_and_order(dtype: Any, order: Any) -> None:
+    values = np.zeros((3, 4, 5), dtype, order=order)
+    found = locate(values)
+    assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bytearray(100),
+        lambda: memoryview(bytearray(100)),
+        lambda: array.array("d", [0.0] * 4),
+        lambda: (ctypes.c_char * 64)(),
+        lambda: np.zeros(8, "f4"),
+        lambda: np.zeros(()),
+        lambda: memoryview(np.zeros((2, 3))),
+    ],
+)
+def test_anything_with_a_writable_buffer(make: Any) -> None:
+    buffer = make()
+    found = locate(buffer)
+    assert found.nbytes == memoryview(buffer).nbytes
+    ctypes.memset(found.address, 0x5A, found.nbytes)
+    assert memoryview(buffer).tobytes() == b"\x5a" * found.nbytes
+
+
+@pytest.mark.parametrize("versioned", [False, True], ids=["before 1.0", "since 1.0"])
+def test_dlpack(versioned: bool) -> None:
+    values = np.zeros((4, 8), "f4")
+    found = locate(Dlpack(values, versioned=versioned))
+    assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
+
+
+def test_dlpack_that_says_read_only_is_refused() -> None:
+    values = np.zeros(8)
+    values.flags.writeable = False
+    with pytest.raises(ConfigError, match="read-only"):
+        locate(Dlpack(values, versioned=True))
+
+
+def test_dlpack_that_cannot_be_exported_is_refused() -> None:
+    values = np.zeros(8)
+    values.flags.writeable = False
+    with pytest.raises(ConfigError, match="DLPack"):
+        locate(Dlpack(values, versioned=False))
+
+
+def test_dlpack_on_a_device_names_the_way() -> None:
+    with pytest.raises(ConfigError, match=r"device type 2 .*__cuda_array_interface__"):
+        locate(OnDevice(2))
+
+
+def test_cuda_arrays() -> None:
+    found = locate(CudaArray())
+    assert (found.address, found.nbytes, found.device) == (0x7F0000000000, 64, "cuda")
+    assert locate(CudaArray(strides=(16, 2))).nbytes == 64
+    for changes, words in (
+        ({"strides": (32, 2)}, "not contiguous"),
+        ({"data": (1, True)}, "read-only"),
+        ({"shape": (0,)}, "empty"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            locate(CudaArray(**changes))
+
+
+def test_bare_addresses() -> None:
+    assert locate((4096, 100, "cuda:1"))[:3] == (4096, 100, "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (b"constant", "bytes of 8 bytes is read-only"),
+        (memoryview(bytearray(8))[::2], "not contiguous"),
+        (np.zeros((4, 4))[:, 1], r"strides \(32,\) is not contiguous"),
+        (np.zeros((4, 4))[:, :2], "not contiguous"),
+        (np.zeros(0), r"shape \(0,\).*empty"),
+        (bytearray(), "empty"),
+        (np.array([object()]), "Python objects"),
+        (np.zeros(2, [("a", "O")]), "Python objects"),
+        (np.broadcast_to(np.zeros(1), (4,)), "read-only|not contiguous"),
+        ("text", "str is not a buffer"),
+        (None, "NoneType is not a buffer"),
+        ([1, 2], "list is not a buffer"),
+        ((1, 2), "not 2 items"),
+        ((1, 2, 3), "must be"),
+        (("1", 2, "cpu"), "must be"),
+        ((0, 1, "cpu"), "not a range"),
+        ((1, 0, "cpu"), "not a range"),
+        ((1, -5, "cpu"), "not a range"),
+        ((2**64 - 10, 11, "cpu"), "not a range"),
+        ((2**64, 1, "cpu"), "not a range"),
+    ],
+)
+def test_refusals_say_why(buffer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        locate(buffer)
+
+
+def test_a_read_only_array_is_refused() -> None:
+    values = np.zeros(8)
+    values.flags.writeable = False
+    with pytest.raises(ConfigError, match="read-only"):
+        locate(values)
+
+
+def test_the_owner_keeps_the_memory() -> None:
+    values = np.zeros(64, "u1")
+    gone = weakref.ref(values)
+    found = locate(values)
+    del values
+    gc.collect()
+    assert gone() is not None
+    del found
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_bytearray_cannot_be_resized_while_it_is_held() -> None:
+    buffer = bytearray(64)
+    found = locate(buffer)
+    with pytest.raises(BufferError):
+        buffer.extend(bytes(1000))
+    del found
+    buffer.extend(bytes(1000))

@@ -73,6 +73,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+        if self.max_message_bytes > self.max_inbox_bytes:
+            raise ConfigError(
+                f"max_message_bytes={self.max_message_bytes} is above max_inbox_bytes={self.max_inbox_bytes}: a "
+                "message of that size would never be whole"
+            )
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineOptions
 from .errors import ClosedError, InternalError, ProtocolError, TransferCancelledError, TransferError
-from .reassembly import Reassembly
+from .futures import CALLBACK_ERRORS
+from .reassembly import MESSAGE_OVERHEAD_BYTES, Reassembly
 
 if TYPE_CHECKING:
     from . import _native
@@ -34,16 +36,22 @@ _OK, _FAILED, _CANCELLED, _CLOSED = range(4)
 # The thread wakes for events; this bounds how long a lost wake-up could hide them.
 _POLL_S = 1.0
 
+# How long close() waits for a callback that is running. A callback that waits for whoever closes must not stop it.
+_STOP_S = 5.0
+
 
 class Dispatcher:
     """Owns the tables of open transfers and counters."""
 
-    def __init__(self, native: _native.Engine, lock: threading.Lock, options: EngineOptions) -> None:
+    def __init__(self, native: _native.Engine, options: EngineOptions) -> None:
         self._native = native
-        self._lock = lock
+        # Submissions hold it until their handle is known, so that the thread cannot see the end first. Reentrant, since
+        # the garbage collector may run stop() anywhere.
+        self.lock = threading.RLock()
+        self.stopped = False  # guarded by lock; from then on nothing is entered into the tables
         self._manual = options.dispatch == "manual"
-        self.transfers: dict[int, Transfer] = {}  # guarded by _lock
-        self.counters: dict[tuple[int, int, int], Counter] = {}
+        self.transfers: dict[int, Transfer] = {}  # guarded by lock
+        self.counters: dict[tuple[int, int, int], Counter] = {}  # guarded by lock
         self.on_peer_lost: Callable[[bytes, str], None] | None = None
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._reassembly = Reassembly(options.max_message_bytes, options.max_inbox_bytes)
@@ -51,6 +59,8 @@ class Dispatcher:
         self._waiting_bytes = 0
         self._max_waiting_bytes = options.max_inbox_bytes
         self._poll_lock = threading.RLock()  # one thread dispatches at a time; callbacks may poll again
+        self._events: deque[tuple[Any, ...]] = deque()  # taken and not handled yet
+        self._calls: deque[Callable[[], object]] = deque()  # to make before the next event
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.num_callback_errors = 0
@@ -67,37 +77,61 @@ class Dispatcher:
         """Deliver the last events and end everything that is still open."""
         self._stopping = True
         self._native.ring()
+        deadline = time.monotonic() + _STOP_S
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self.poll(0.0)
-        with self._lock:
+            self._thread.join(_STOP_S)
+        if self._poll_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self.poll(0.0)
+            finally:
+                self._poll_lock.release()
+        else:
+            _log.error("close() goes on although a callback has not returned for %g s", _STOP_S)
+        with self.lock:
+            self.stopped = True
             open_: list[Transfer | Counter] = [*self.transfers.values(), *self.counters.values()]
             self.transfers.clear()
             self.counters.clear()
         for item in open_:
             item._fail(ClosedError(f"the engine was closed while {item!r} was open"))
+        # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
+        self._on_message = self.on_peer_lost = None
+        self._waiting.clear()
+
+    def abandon(self) -> None:
+        """Take nothing any more, in a forked child: the thread is the parent's, and so is whoever holds the lock."""
+        self.lock = threading.RLock()
+        self.stopped = True
 
     def poll(self, timeout: float) -> int:
         """Wait up to ``timeout`` seconds for events, handle them, and return how many there were."""
         events = self._native.poll(timeout)
         with self._poll_lock:
-            for event in events:
-                self._guarded(self._handle, event)
+            # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
+            # loses none.
+            self._events.extend(events)
+            try:
+                while self._calls:
+                    self._guarded(self._calls.popleft())
+                while self._events:
+                    self._guarded(self._handle, self._events.popleft())
+            finally:
+                if self._events:
+                    self._native.ring()  # for whoever waits for the descriptor
         return len(events)
 
     def set_on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
-        """Set the callback and give it what was kept."""
-        with self._poll_lock:
-            self._on_message = fn
-            while fn is not None and self._waiting:
-                sender, payload = self._waiting.popleft()
-                self._waiting_bytes -= len(payload)
-                self._guarded(fn, sender, payload)
+        """Set the callback; what was kept comes first."""
+        self._on_message = fn
+        self._soon(self._deliver_waiting)
 
     def forget(self, epoch: bytes) -> None:
         """Drop the half-received messages of a peer."""
-        with self._poll_lock:
-            self._reassembly.forget(epoch)
+        self._soon(lambda: self._reassembly.forget(epoch))
+
+    def count_callback_error(self) -> None:
+        """Note that a callback raised."""
+        self.num_callback_errors += 1
 
     def describe(self) -> dict[str, Any]:
         """Figures for :meth:`Engine.describe`."""
@@ -113,11 +147,16 @@ class Dispatcher:
         while not self._stopping:
             self.poll(_POLL_S)
 
+    def _soon(self, call: Callable[[], object]) -> None:
+        # Not at once under the poll lock: whoever calls may hold a lock that the callback now running waits for.
+        self._calls.append(call)
+        self._native.ring()
+
     def _guarded(self, fn: Callable[..., object], *args: Any) -> None:
         try:
             fn(*args)
-        except Exception:  # noqa: BLE001  a callback's bug must not stop the others
-            self.num_callback_errors += 1
+        except CALLBACK_ERRORS:
+            self.count_callback_error()
             _log.exception("a callback raised")
 
     def _handle(self, event: tuple[Any, ...]) -> None:
@@ -133,8 +172,8 @@ class Dispatcher:
         elif kind == _PEER_LOST:
             self._reassembly.forget(event[1])
             _log.warning("peer %s lost: %s", event[1].hex()[:8], event[2])
-            if self.on_peer_lost is not None:
-                self.on_peer_lost(event[1], event[2])
+            if (on_peer_lost := self.on_peer_lost) is not None:
+                on_peer_lost(event[1], event[2])
         elif kind == _FAULT:
             self.num_faults += 1
             _log.error("group %d: %s", event[1], event[2][5])
@@ -142,17 +181,25 @@ class Dispatcher:
             raise InternalError(f"unknown event {event!r}")
 
     def _deliver(self, sender: bytes, payload: bytes) -> None:
-        if self._on_message is not None:
-            self._on_message(sender, payload)
-        elif self._waiting_bytes + len(payload) <= self._max_waiting_bytes:
+        on_message = self._on_message  # another thread may set it
+        cost = len(payload) + MESSAGE_OVERHEAD_BYTES
+        if on_message is not None:
+            on_message(sender, payload)
+        elif self._waiting_bytes + cost <= self._max_waiting_bytes:
             self._waiting.append((sender, payload))
-            self._waiting_bytes += len(payload)
+            self._waiting_bytes += cost
         else:
             self.num_dropped_messages += 1
             _log.warning("a message of %d bytes was dropped: nobody has set on_message", len(payload))
 
+    def _deliver_waiting(self) -> None:
+        while self._waiting and (on_message := self._on_message) is not None:
+            sender, payload = self._waiting.popleft()
+            self._waiting_bytes -= len(payload) + MESSAGE_OVERHEAD_BYTES
+            self._guarded(on_message, sender, payload)
+
     def _end_transfer(self, id_: int, outcome: int, nbytes: int, peer: bytes, error: tuple[Any, ...]) -> None:
-        with self._lock:
+        with self.lock:
             transfer = self.transfers.pop(id_, None)
         if transfer is None:
             return
@@ -179,7 +226,8 @@ class Dispatcher:
             transfer._fail(ClosedError(f"the engine was closed while {transfer!r} was open"))
 
     def _end_counter(self, group: int, slot: int, generation: int, fired: bool) -> None:
-        counter = self.counters.get((group, slot, generation))
+        with self.lock:
+            counter = self.counters.get((group, slot, generation))
         if counter is None:
             return
         if fired:

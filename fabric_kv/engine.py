@@ -12,7 +12,7 @@ dispatcher: callbacks and futures run there; exceptions in callbacks are logged,
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -40,6 +40,19 @@ _DRAIN_S = 1.0
 def _close(native: _native.Engine, dispatcher: Dispatcher) -> None:
     native.close(_DRAIN_S)
     dispatcher.stop()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    # Threads and NICs are the parent's: closing them here would wait for ever, or close them over there.
+    for engine in _engines:
+        engine._finalizer.detach()
+        engine._dispatcher.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 def _load_native() -> ModuleType:
@@ -92,7 +105,7 @@ class Engine:
 
     Notes
     -----
-    Every method may be called from any thread.
+    Every method may be called from any thread, in the process that made the engine: in a forked child it is closed.
     """
 
     def __init__(
@@ -128,10 +141,9 @@ class Engine:
         self.options = options
         epoch, addresses = self._native.address()
         self._address = EngineAddress(epoch, tuple(tuple(group) for group in addresses))
-        # Submissions hold this lock until their handle is known, so that the dispatcher cannot see the end first.
-        self._lock = threading.Lock()
-        self._dispatcher = Dispatcher(self._native, self._lock, options)
+        self._dispatcher = Dispatcher(self._native, options)
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
+        _engines.add(self)
         self._dispatcher.start()
 
     # -- identity ------------------------------------------------------------------------------------------------------
@@ -185,6 +197,7 @@ class Engine:
             If a NIC refuses it, or it is device memory and the provider cannot reach that.
         """
         found = locate(buffer)
+        self._check_group(group)
         if found.device != "cpu":
             rails = self._native.describe()[group]["rails"] if not self.closed else []
             provider = rails[0]["provider"] if rails else "?"
@@ -309,6 +322,12 @@ class Engine:
         for piece in pieces:
             if piece.src._engine is not self:
                 raise ConfigError(f"{piece.src!r} was registered with another engine")
+            if token is not None and token.group != piece.dst.group:
+                # The immediate would arrive over there, and count for whoever has that slot.
+                raise ConfigError(
+                    f"the counter's token is of the peer's group {token.group}, the remote region of its group "
+                    f"{piece.dst.group}"
+                )
             src_pages, dst_pages = _as_pages("src_pages", piece.src_pages), _as_pages("dst_pages", piece.dst_pages)
             sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
             if min(*sizes, piece.rows, piece.src_row_stride, piece.dst_row_stride) < 0 or max(sizes) >= 2**63:
@@ -327,7 +346,7 @@ class Engine:
             Transfer(self, peer, nbytes, keep), lambda: self._native.submit_write(peer._native, native, wire_token)
         )
 
-    def send(self, peer: Peer, payload: bytes) -> Transfer:
+    def send(self, peer: Peer, payload: bytes | bytearray | memoryview) -> Transfer:
         """Send a control message; the peer's :meth:`on_message` gets it whole. Overtakes queued writes.
 
         Raises
@@ -337,6 +356,8 @@ class Engine:
         WouldBlockError, ClosedError
             As for :meth:`submit`.
         """
+        if not isinstance(payload, bytes):
+            payload = bytes(memoryview(payload))  # TypeError for what has no bytes, a string for example
         if len(payload) > self.options.max_message_bytes:
             raise ConfigError(
                 f"a message of {len(payload)} bytes is above the limit "
@@ -375,9 +396,13 @@ class Engine:
         """
         if not 0 < unit_bytes < 2**63:
             raise ConfigError(f"unit_bytes={unit_bytes} must lie in [1, 2^63)")
-        slot, generation = self._native.allocate_counter(group, unit_bytes)
-        counter = Counter(self, CounterToken(slot, generation, unit_bytes, group))
-        self._dispatcher.counters[group, slot, generation] = counter
+        self._check_group(group)
+        with self._dispatcher.lock:
+            self._check_open()
+            slot, generation = self._native.allocate_counter(group, unit_bytes)
+            counter = Counter(self, CounterToken(slot, generation, unit_bytes, group))
+            counter._count_callback_error = self._dispatcher.count_callback_error
+            self._dispatcher.counters[group, slot, generation] = counter
         if expected_units is not None:
             try:
                 counter.arm(expected_units)
@@ -400,9 +425,12 @@ class Engine:
         """Stop, and give all memory back.
 
         Posted operations get a second to end by themselves; then the endpoints are closed, after which no NIC can touch
-        caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine.
+        caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine, also from two threads and
+        from callbacks. A callback that is running is waited for, within five seconds.
         """
         self._finalizer()
+        # Where another thread was first, its close() may still be at work: memory is safe only after it.
+        self._native.close(_DRAIN_S)
 
     def __enter__(self) -> Engine:
         return self
@@ -415,10 +443,18 @@ class Engine:
 
     # -- for the objects that we hand out ------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self.closed or self._dispatcher.stopped:
+            raise ClosedError("the engine is closed, or belongs to the process that forked this one")
+
+    def _check_group(self, group: int) -> None:
+        if not 0 <= group < len(self._address.groups):
+            raise ConfigError(f"group {group} does not exist: the engine has {len(self._address.groups)}")
+
     def _track(self, transfer: Transfer, submit: Callable[[], _native.Transfer]) -> Transfer:
-        with self._lock:
-            if self.closed:
-                raise ClosedError("the engine is closed")
+        transfer._count_callback_error = self._dispatcher.count_callback_error
+        with self._dispatcher.lock:
+            self._check_open()
             transfer._native = submit()
             self._dispatcher.transfers[transfer.id] = transfer
         return transfer
@@ -440,12 +476,12 @@ class Engine:
         return int(self._native.counter_received(counter.token.group, counter.token.native()))
 
     def _release(self, counter: Counter, quiescent: bool | None) -> None:
-        with self._lock:
+        token = counter.token
+        with self._dispatcher.lock:
             if counter._released:
                 return
             counter._released = True
-        token = counter.token
+            self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
         fired = counter.done() and counter.exception(0) is None
-        self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
         self._native.release_counter(token.group, token.native(), fired if quiescent is None else quiescent)
         counter._fail(ClosedError(f"{counter!r} was released before it fired"))

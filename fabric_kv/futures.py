@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["Completion"]
+__all__ = ["CALLBACK_ERRORS", "Completion"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("fabric_kv")
+
+# What a callback may raise without harm to the others. Some are no Exception, and would end the thread in silence.
+CALLBACK_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class Completion(Generic[T]):
@@ -30,6 +36,7 @@ class Completion(Generic[T]):
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
         # From here on nobody can cancel the future itself, for example by cancelling a task that awaits it.
         self._future.set_running_or_notify_cancel()
+        self._count_callback_error: Callable[[], object] | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -59,11 +66,19 @@ class Completion(Generic[T]):
         return self._future.exception(0)
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
-        """Call ``fn(self)`` once it has ended; at once if it has already."""
-        self._future.add_done_callback(lambda _: fn(self))
+        """Call ``fn(self)`` once it has ended; at once if it has already. What it raises is logged and counted."""
+        self._future.add_done_callback(lambda _: self._call(fn))
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self._future).__await__()
+
+    def _call(self, fn: Callable[[Self], object]) -> None:
+        try:
+            fn(self)
+        except CALLBACK_ERRORS:
+            _log.exception("a callback of %r raised", self)
+            if self._count_callback_error is not None:
+                self._count_callback_error()
 
     def _wait(self, timeout: float | None) -> None:
         try:

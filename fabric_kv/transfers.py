@@ -9,10 +9,11 @@ All three come from an :class:`~fabric_kv.engine.Engine` and keep what they need
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import TransferTimeoutError
+from .errors import ClosedError, TransferTimeoutError
 from .futures import Completion
 from .regions import CounterToken, RemoteRegion
 
@@ -145,7 +146,8 @@ class Counter(Completion[None]):
 
     def __init__(self, engine: Engine, token: CounterToken) -> None:
         super().__init__()
-        self._engine = engine
+        # Not the engine itself: it keeps its counters, and one that was never released would keep it open for ever.
+        self._engine_ref = weakref.ref(engine)
         self._released = False
         self.token = token
 
@@ -157,12 +159,12 @@ class Counter(Completion[None]):
         ConfigError
             If it is armed already, was released, or ``expected_units`` is negative.
         """
-        self._engine._arm(self, expected_units)
+        self._alive_engine()._arm(self, expected_units)
 
     @property
     def received(self) -> int:
         """Units that have arrived so far; 0 after release."""
-        return self._engine._received(self)
+        return self._alive_engine()._received(self)
 
     def release(self, quiescent: bool | None = None) -> None:
         """Give the slot back. Calling it twice is fine.
@@ -171,9 +173,18 @@ class Counter(Completion[None]):
         ----------
         quiescent : bool, optional
             Whether it is certain that no write of this counter can arrive any more. By default that is so if the
-            counter has fired. Without that certainty the slot is poisoned: never used again while the engine lives.
+            counter has fired, which is always enough. Without that certainty the slot is poisoned: never used again
+            while the engine lives.
         """
-        self._engine._release(self, quiescent)
+        engine = self._engine_ref()
+        if engine is not None:
+            engine._release(self, quiescent)
+
+    def _alive_engine(self) -> Engine:
+        engine = self._engine_ref()
+        if engine is None:
+            raise ClosedError(f"the engine of {self!r} is gone")
+        return engine
 
     def __enter__(self) -> Counter:
         return self

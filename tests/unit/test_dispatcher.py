@@ -1,0 +1,302 @@
+"""The thread between the C++ core and Python, over a core that the test plays: order, locks, callbacks' bugs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from fabric_kv import dispatcher as module
+from fabric_kv.config import EngineOptions
+from fabric_kv.dispatcher import Dispatcher
+from fabric_kv.errors import ClosedError, ProtocolError, TransferCancelledError, TransferError
+from fabric_kv.regions import CounterToken
+from fabric_kv.transfers import Counter, Peer, Transfer
+
+A, B = b"a" * 16, b"b" * 16
+TRANSFER, COUNTER, MESSAGE, USER, PEER_LOST, FAULT = range(6)
+NO_ERROR = (0, 0, "", "", "", "")
+
+
+class Core:
+    """What Dispatcher uses of _native.Engine."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.events: list[tuple[Any, ...]] = []
+        self.rung = False
+
+    def post(self, *events: tuple[Any, ...]) -> None:
+        with self.condition:
+            self.events += events
+            self.condition.notify()
+
+    def ring(self) -> None:
+        with self.condition:
+            self.rung = True
+            self.condition.notify()
+
+    def poll(self, timeout_s: float) -> list[tuple[Any, ...]]:
+        with self.condition:
+            self.condition.wait_for(lambda: self.events or self.rung, timeout_s)
+            self.rung = False
+            events, self.events = self.events, []
+            return events
+
+
+class Submission:
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+def make(**options: Any) -> tuple[Core, Dispatcher]:
+    core = Core()
+    return core, Dispatcher(cast("Any", core), EngineOptions(**{"dispatch": "manual"} | options))
+
+
+def open_transfer(dispatcher: Dispatcher, number: int) -> Transfer:
+    transfer = Transfer(cast("Any", None), Peer(cast("Any", None), A), 100, None)
+    transfer._native = cast("Any", Submission(number))
+    transfer._count_callback_error = dispatcher.count_callback_error
+    dispatcher.transfers[number] = transfer
+    return transfer
+
+
+class Owner:
+    """Stands for the Engine: what a counter keeps a weak reference to."""
+
+
+OWNER = Owner()
+
+
+def open_counter(dispatcher: Dispatcher, slot: int, generation: int) -> Counter:
+    counter = Counter(cast("Any", OWNER), CounterToken(slot, generation, 1))
+    dispatcher.counters[0, slot, generation] = counter
+    return counter
+
+
+def message(payload: bytes, sender: bytes = A, number: int = 1) -> tuple[Any, ...]:
+    return MESSAGE, sender, number, len(payload), 0, payload
+
+
+def ended(number: int, outcome: int = 0) -> tuple[Any, ...]:
+    return TRANSFER, number, outcome, 40, A, (5, 1, "write", "tcp", "lo", "broken") if outcome == 1 else NO_ERROR
+
+
+def test_transfers_end_as_the_core_says() -> None:
+    core, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(4)]
+    core.post(*(ended(number, number) for number in range(4)))
+    assert dispatcher.poll(0) == 4
+    assert transfers[0].result(0) is None
+    error = transfers[1].exception(0)
+    assert isinstance(error, TransferError)
+    assert (error.fi_errno, error.op, error.provider, error.nic, error.bytes_done) == (5, "write", "tcp", "lo", 40)
+    assert "broken" in str(error)
+    assert isinstance(transfers[2].exception(0), TransferCancelledError)
+    assert isinstance(transfers[3].exception(0), ClosedError)
+    assert not dispatcher.transfers
+
+
+def test_counters_end_as_the_core_says() -> None:
+    core, dispatcher = make()
+    fired, overrun, other = (open_counter(dispatcher, slot, 3) for slot in range(3))
+    core.post((COUNTER, 0, 0, 3, True), (COUNTER, 0, 1, 3, False), (COUNTER, 0, 2, 2, True), (COUNTER, 1, 2, 3, True))
+    dispatcher.poll(0)
+    assert fired.result(0) is None
+    assert isinstance(overrun.exception(0), ProtocolError)
+    assert not other.done()
+
+
+def test_what_nobody_knows_is_ignored() -> None:
+    core, dispatcher = make()
+    core.post(ended(77), (COUNTER, 9, 9, 9, True), (USER, 0, 5), (PEER_LOST, B, "silent"))
+    assert dispatcher.poll(0) == 4
+    assert dispatcher.num_callback_errors == 0
+
+
+def test_messages_wait_for_a_callback_and_come_first() -> None:
+    core, dispatcher = make()
+    core.post(message(b"one"), message(b"two", B))
+    dispatcher.poll(0)
+    got: list[tuple[bytes, bytes]] = []
+    dispatcher.set_on_message(lambda sender, payload: got.append((sender, payload)))
+    assert not got, "called back by the thread that dispatches, not by the one that sets the callback"
+    core.post(message(b"three"))
+    dispatcher.poll(0)
+    assert got == [(A, b"one"), (B, b"two"), (A, b"three")]
+
+
+def test_setting_the_callback_wakes_the_thread() -> None:
+    core, dispatcher = make(dispatch="thread")
+    came = threading.Event()
+    core.post(message(b"early"))
+    dispatcher.start()
+    dispatcher.set_on_message(lambda _sender, _payload: came.set())
+    assert came.wait(10)
+    dispatcher.stop()
+
+
+def test_kept_messages_are_bounded_also_empty_ones() -> None:
+    core, dispatcher = make(max_inbox_bytes=1 << 16, max_message_bytes=1 << 16)
+    core.post(*(message(b"") for _ in range(2000)))
+    dispatcher.poll(0)
+    assert 0 < len(dispatcher._waiting) <= (1 << 16) // 256
+    assert dispatcher.num_dropped_messages == 2000 - len(dispatcher._waiting)
+    dispatcher.set_on_message(lambda _sender, _payload: None)
+    dispatcher.poll(0)
+    assert not dispatcher._waiting
+    assert dispatcher._waiting_bytes == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1)])
+def test_a_callback_that_raises_is_counted_and_the_rest_goes_on(error: BaseException) -> None:
+    core, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    last = threading.Event()
+
+    def on_message(_: bytes, payload: bytes) -> None:
+        if payload == b"last":
+            last.set()
+        raise error
+
+    dispatcher.set_on_message(on_message)
+    transfer = open_transfer(dispatcher, 1)
+    transfer.add_done_callback(lambda _: on_message(A, b"done"))
+    core.post(message(b"first"), ended(1), message(b"last"))
+    assert last.wait(10)
+    assert transfer.result(10) is None
+    dispatcher.stop()
+    assert dispatcher.num_callback_errors == 3
+
+
+def test_a_callback_that_polls_sees_the_order_of_events() -> None:
+    core, dispatcher = make()
+    got: list[bytes] = []
+
+    def on_message(_: bytes, payload: bytes) -> None:
+        got.append(payload)
+        if payload == b"1":
+            core.post(message(b"3"))
+            dispatcher.poll(0)
+
+    dispatcher.set_on_message(on_message)
+    core.post(message(b"1"), message(b"2"))
+    dispatcher.poll(0)
+    assert got == [b"1", b"2", b"3"]
+
+
+def test_an_interrupted_poll_loses_nothing() -> None:
+    core, dispatcher = make()
+    transfer = open_transfer(dispatcher, 1)
+
+    def interrupt(_sender: bytes, _payload: bytes) -> None:
+        raise KeyboardInterrupt
+
+    dispatcher.set_on_message(interrupt)
+    core.post(message(b""), ended(1))
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.poll(0)
+    assert core.rung, "whoever waits for the descriptor must come back"
+    dispatcher.poll(0)
+    assert transfer.done()
+
+
+def test_a_close_from_a_callback_keeps_what_had_ended_before() -> None:
+    core, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    good, never = open_transfer(dispatcher, 1), open_transfer(dispatcher, 2)
+    dispatcher.set_on_message(lambda _sender, _payload: dispatcher.stop())
+    core.post(message(b"close now"), ended(1))
+    assert good.result(10) is None, "its end was known when close was called"
+    assert isinstance(never.exception(10), ClosedError)
+    assert dispatcher._thread is not None
+    dispatcher._thread.join(10)
+    assert not dispatcher._thread.is_alive()
+
+
+def test_a_stuck_callback_does_not_stop_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STOP_S", 0.05)
+    core, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    let_go, entered = threading.Event(), threading.Event()
+
+    def stuck(_sender: bytes, _payload: bytes) -> None:
+        entered.set()
+        let_go.wait(30)
+
+    dispatcher.set_on_message(stuck)
+    transfer = open_transfer(dispatcher, 1)
+    core.post(message(b""))
+    assert entered.wait(10)
+    dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+    let_go.set()
+    assert dispatcher._thread is not None
+    dispatcher._thread.join(10)
+    assert not dispatcher._thread.is_alive()
+
+
+def test_callers_with_locks_of_their_own_do_not_meet_a_running_callback() -> None:
+    """The callback waits for a lock whose holder sets callbacks and removes peers: neither may wait for it."""
+    core, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    lock, entered, done = threading.Lock(), threading.Event(), threading.Event()
+
+    def on_message(_sender: bytes, _payload: bytes) -> None:
+        entered.set()
+        with lock:
+            done.set()
+
+    dispatcher.set_on_message(on_message)
+    calls: list[Callable[[], None]] = [
+        lambda: dispatcher.set_on_message(None),
+        lambda: dispatcher.forget(A),
+        lambda: setattr(dispatcher, "on_peer_lost", None),
+    ]
+
+    def caller() -> None:
+        for call in calls:
+            call()
+        lock.release()
+
+    lock.acquire()
+    core.post(message(b""))
+    assert entered.wait(10)
+    thread = threading.Thread(target=caller, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "deadlock"
+    assert done.wait(10)
+    dispatcher.stop()
+
+
+def test_a_lost_peer_is_told_and_its_half_messages_dropped() -> None:
+    core, dispatcher = make()
+    lost: list[tuple[bytes, str]] = []
+    dispatcher.on_peer_lost = lambda epoch, reason: lost.append((epoch, reason))
+    core.post((MESSAGE, A, 1, 10, 0, b"half"), (PEER_LOST, A, "silent"))
+    dispatcher.poll(0)
+    assert lost == [(A, "silent")]
+    assert dispatcher.describe()["dropped_messages"] == 1
+
+
+def test_faults_are_counted() -> None:
+    core, dispatcher = make()
+    core.post((FAULT, 0, (5, 0, "poll", "tcp", "lo", "the completion queue broke")))
+    dispatcher.poll(0)
+    assert dispatcher.describe()["faults"] == 1
+
+
+def test_after_stop_nothing_is_kept() -> None:
+    _, dispatcher = make()
+    counter = open_counter(dispatcher, 0, 0)
+    dispatcher.set_on_message(lambda _sender, _payload: None)
+    dispatcher.on_peer_lost = lambda _epoch, _reason: None
+    dispatcher.stop()
+    assert isinstance(counter.exception(0), ClosedError)
+    assert dispatcher._on_message is None
+    assert dispatcher.on_peer_lost is None
+    assert dispatcher.stopped

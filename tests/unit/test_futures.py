@@ -1,0 +1,201 @@
+"""Completions: end once, tell everyone, and survive whatever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from fabric_kv.errors import TransferError
+from fabric_kv.futures import Completion
+
+
+class OwnTimeoutError(TimeoutError):
+    pass
+
+
+class Thing(Completion[int]):
+    def _timeout_error(self, timeout: float | None) -> Exception:
+        return OwnTimeoutError(f"after {timeout} s")
+
+
+def test_ends_once() -> None:
+    thing = Thing()
+    assert not thing.done()
+    assert thing._succeed(1)
+    assert not thing._succeed(2)
+    assert not thing._fail(ValueError())
+    assert thing.done()
+    assert thing.result() == 1
+    assert thing.exception() is None
+
+
+def test_fails_once() -> None:
+    thing = Thing()
+    error = TransferError("broken", transfer_id=7)
+    assert thing._fail(error)
+    assert not thing._succeed(1)
+    assert thing.exception() is error
+    with pytest.raises(TransferError, match="broken"):
+        thing.result()
+
+
+@pytest.mark.parametrize("timeout", [0, 0.001, -1.0])
+def test_a_wait_that_ends_first_raises_the_things_own_timeout(timeout: float) -> None:
+    thing = Thing()
+    for wait in (thing.result, thing.exception):
+        with pytest.raises(OwnTimeoutError):
+            wait(timeout)
+    thing._succeed(3)
+    assert thing.result(timeout) == 3
+
+
+def test_a_timeout_error_as_result_is_no_timeout_of_the_wait() -> None:
+    thing = Thing()
+    thing._fail(TimeoutError("the thing's own"))
+    with pytest.raises(TimeoutError, match="the thing's own"):
+        thing.result(0)
+    assert isinstance(thing.exception(0), TimeoutError)
+
+
+def test_threads_that_race_to_end_it_agree() -> None:
+    for _ in range(50):
+        thing = Thing()
+        barrier = threading.Barrier(4)
+        won: list[int] = []
+
+        def race(number: int, thing: Thing = thing, barrier: Any = barrier, won: list[int] = won) -> None:
+            barrier.wait()
+            if thing._succeed(number) if number % 2 else thing._fail(ValueError(number)):
+                won.append(number)
+
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert thing.done()
+
+
+def test_callbacks_get_the_thing_each_once() -> None:
+    thing = Thing()
+    got: list[Any] = []
+    thing.add_done_callback(got.append)
+    thing.add_done_callback(got.append)
+    thing._succeed(1)
+    thing.add_done_callback(got.append)
+    assert got == [thing] * 3
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(3), asyncio.CancelledError()])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_callback_that_raises_is_logged_counted_and_stops_nothing(
+    error: BaseException, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Thing) -> None:
+        raise error
+
+    thing = Thing()
+    counted: list[int] = []
+    thing._count_callback_error = lambda: counted.append(1)
+    got: list[Any] = []
+    if late:
+        thing._succeed(1)
+    with caplog.at_level(logging.ERROR, "fabric_kv"):
+        thing.add_done_callback(broken)
+        thing.add_done_callback(got.append)
+        thing._succeed(1)
+    assert got == [thing]
+    assert counted == [1]
+    assert "a callback of" in caplog.text
+    assert caplog.records[0].name == "fabric_kv"
+
+
+def test_await() -> None:
+    async def main() -> int:
+        thing = Thing()
+        threading.Timer(0, thing._succeed, [5]).start()
+        return await asyncio.wait_for(thing, 10)
+
+    assert asyncio.run(main()) == 5
+
+
+def test_await_raises_what_it_ended_with() -> None:
+    async def main() -> None:
+        thing = Thing()
+        asyncio.get_running_loop().call_soon(thing._fail, TransferError("broken"))
+        await thing
+
+    with pytest.raises(TransferError, match="broken"):
+        asyncio.run(main())
+
+
+def test_many_coroutines_and_threads_wait_for_the_same_thing() -> None:
+    thing = Thing()
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(thing.result(10))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+
+    async def wait() -> int:
+        return await thing
+
+    async def main() -> list[int]:
+        waits = [asyncio.ensure_future(wait()) for _ in range(4)]
+        await asyncio.sleep(0)
+        thing._succeed(9)
+        return await asyncio.gather(*waits)
+
+    assert asyncio.run(main()) == [9] * 4
+    for thread in threads:
+        thread.join()
+    assert results == [9] * 4
+
+
+def test_cancelling_a_task_does_not_cancel_the_thing() -> None:
+    async def main() -> int:
+        thing = Thing()
+
+        async def wait() -> int:
+            return await thing
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not thing.done()
+        thing._succeed(4)
+        return await thing
+
+    assert asyncio.run(main()) == 4
+
+
+def test_a_loop_that_was_closed_meanwhile_harms_nobody() -> None:
+    thing = Thing()
+
+    async def main() -> None:
+        async def wait() -> None:
+            await thing
+
+        asyncio.ensure_future(wait())  # noqa: RUF006  the loop ends with it pending, and cancels it
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    got: list[Any] = []
+    thing.add_done_callback(got.append)
+    assert thing._succeed(1)
+    assert got == [thing]
+
+
+def test_no_reference_cycle_keeps_it_alive() -> None:
+    thing = Thing()
+    thing.add_done_callback(lambda _: None)
+    before = sys.getrefcount(thing)
+    thing._succeed(1)
+    assert sys.getrefcount(thing) <= before

@@ -444,7 +444,7 @@ class MemoryEngine:
             counter._released = True
             slot = self.slots[counter.token.slot]
             fired = counter.done() and counter.exception(0) is None
-            if fired if quiescent is None else quiescent:
+            if fired or quiescent:
                 slot.counter = None
                 slot.generation = (slot.generation + 1) % 32
                 self._free_slots.append(counter.token.slot)

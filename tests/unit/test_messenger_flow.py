@@ -167,6 +167,46 @@ def test_cancel_at_any_time_hands_back_clean_pages(seed, steps):
     sim.check_nothing_left()
 
 
+def test_a_cancel_stops_what_is_queued_in_the_engine(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(24)
+    sim.fabric.hold_writes = True
+    sim.settle()
+    writes = [write for write in sim.prefill_engine._open.values() if write is not None]
+    assert writes
+    fetch.handle.cancel()
+    sim.settle()
+    assert all(write.cancelled for write in writes)
+    assert not fetch.handle.done()
+    sim.fabric.hold_writes = False
+    sim.run(fetch.handle.done)
+    assert fetch.error is None or fetch.error.pages_clean
+    sim.check_all()
+
+
+def test_nothing_is_posted_once_a_request_is_to_stop(seed):
+    """Its posted writes are still in flight, and the forward step that computes it goes on."""
+    sim = Sim(seed)
+    fetch = sim.submit(24)
+    sim.run(lambda: sim.scheduler.offered)
+    job = sim.scheduler.jobs[sim.scheduler.offered[0]]
+    sim.fabric.hold_writes = True
+    sim.run(lambda: job.at > 4 and len(job.layers_left) == 1)
+    sim.scheduler.pause = True
+    serving = sim.prefill._serving[job.request.key]
+    posted = serving.serve.posted
+    assert posted
+    fetch.handle.cancel()
+    sim.run(lambda: not serving.serve.may_post)
+    job.work()
+    assert serving.serve.posted == posted
+    sim.scheduler.pause = sim.fabric.hold_writes = False
+    sim.run(fetch.handle.done)
+    assert fetch.error.pages_clean
+    sim.check_all()
+    sim.check_nothing_left()
+
+
 def test_a_deadline_cancels_first_and_then_reports(seed):
     sim = Sim(seed)
     sim.scheduler.pause = True

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_kv.config import EngineOptions
 from fabric_kv.errors import ClosedError, ConfigError, PeerUnreachableError, PlanError, ProtocolError
 from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, wire
 from fabric_kv.messenger.actor import ManualActor
+from fabric_kv.messenger.peers import Link
 from fabric_kv.regions import CounterToken, EngineAddress
+from fabric_kv.testing import MemoryFabric
 
 from .messenger_sim import BOUNDS, CANARY, SPOILT, Sim, ToyScheduler, make_cache
 
@@ -156,6 +159,23 @@ def test_a_peer_of_another_version_is_told(seed, monkeypatch):
     monkeypatch.setattr(wire, "encode", lambda message: encode(message)[:3] + b"\x07" + encode(message)[4:])
     with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 1"):
         connect(sim, another_decode(sim))
+
+
+def test_messages_wait_for_a_full_engine_and_all_arrive(seed):
+    fabric = MemoryFabric(seed)
+    sender, receiver = fabric.engine(EngineOptions(max_transfers=1)), fabric.engine()
+    got, idle = [], []
+    receiver.on_message(lambda epoch, payload: got.append(wire.decode(payload).generation))
+    actor = ManualActor()
+    link = Link(actor, sender, sender.add_peer(receiver.address), on_broken=pytest.fail, on_idle=lambda: idle.append(1))
+    for number in range(5):
+        link.send(wire.Cancel(number))
+    assert not link.idle
+    while fabric.step() or actor.run():
+        pass
+    assert sorted(got) == list(range(5))
+    assert link.idle
+    assert idle
 
 
 class Liar:
@@ -332,6 +352,17 @@ def test_a_cancel_that_overtakes_its_request_stops_it_for_good(sim, liar):
     assert not sim.scheduler.offered
     liar.say(wire.Cancel(10))
     assert liar.heard[-1] == wire.CancelConfirm(10, True)
+
+
+def test_a_late_cancel_is_told_what_the_fail_said(sim, liar):
+    """Fail and CancelConfirm may overtake each other: the second must not claim more than the first."""
+    liar.hello()
+    sim.fabric.fail_writes = 1
+    liar.request()
+    fail = next(message for message in liar.heard if isinstance(message, wire.Fail))
+    assert not fail.pages_clean
+    liar.say(wire.Cancel(10))
+    assert liar.heard[-1] == wire.CancelConfirm(10, False)
 
 
 def test_numbers_outside_the_session_get_no_answer(sim, liar):

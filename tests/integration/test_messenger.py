@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -316,3 +317,11 @@ def test_random_bytes_on_the_control_path_change_nothing(start, seed):
     next_one_works(prefill, decode, peer)
     counts = prefill.do(do="state")["counts"]
     assert counts["malformed"] + counts["other_version"] == 18
+
+
+def test_the_example_in_the_documentation_runs_as_printed():
+    text = (Path(__file__).parents[2] / "docs" / "messenger.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0.5 2.5]", "source pages are free again"]

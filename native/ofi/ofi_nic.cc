@@ -1,16 +1,23 @@
 #include "ofi/ofi_nic.h"
 
+#include <fcntl.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
+#include <string_view>
 
 namespace fkv::ofi {
 namespace {
@@ -71,6 +78,7 @@ class OfiNic final : public Nic {
     template <typename F, typename Open>
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
+    void check_peer_address(std::span<const std::byte> address) const;
     PostResult posted(const char* op, ssize_t rc);
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
@@ -207,7 +215,8 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
                                        facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0);
 }
 
-PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
+// What libfabric's address tables take badly. Each of these would harm other peers, so none may reach fi_av_insert.
+void OfiNic::check_peer_address(std::span<const std::byte> address) const {
     // Providers read as many bytes as their own addresses have, or up to a zero byte where addresses are names (shm's
     // hold the process id, so their lengths differ): a peer's must not be read past its end.
     const bool names = info_->addr_format == FI_ADDR_STR;
@@ -220,6 +229,35 @@ PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
                                                  " bytes, but " + facts_.provider + " on " + facts_.domain + " uses " +
                                                  std::to_string(address_.size()) +
                                                  ". Hint: both sides must open the same provider");
+    // 1.17 sizes its table by the first address: after one of an unknown family it takes no other.
+    const auto format = info_->addr_format;
+    const bool sockets = format == FI_SOCKADDR || format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+    if (sockets && std::memcmp(address.data(), address_.data(), sizeof(sa_family_t)) != 0)
+        throw Error(ErrorKind::kUnreachable, "a peer's NIC address is of another address family than that of " +
+                                                 facts_.provider + " on " + facts_.domain +
+                                                 ". Hint: both sides must use IPv4, or both IPv6");
+    if (!names) return;
+    const std::string_view theirs(reinterpret_cast<const char*>(address.data()), address.size() - 1);
+    const std::string_view ours(reinterpret_cast<const char*>(address_.data()), address_.size());
+    const auto scheme = ours.substr(0, ours.find("://") + 3);
+    if (!theirs.starts_with(scheme))
+        throw Error(ErrorKind::kUnreachable, "a peer's NIC address does not begin with '" + std::string(scheme) +
+                                                 "'. Hint: both sides must open the same provider");
+    // 1.17 gives a name without shared memory behind it the place of the peer that is inserted next: what is sent to
+    // the one arrives at the other, or crashes.
+    if (scheme == "fi_shm://") {
+        const int fd = shm_open(theirs.data() + scheme.size(), O_RDWR, 0);
+        if (fd < 0)
+            throw Error(ErrorKind::kUnreachable,
+                        "nobody is there at a peer's NIC address '" + std::string(theirs) +
+                            "': " + std::strerror(errno) +
+                            ". Hint: the peer's process has ended, or runs in another container");
+        ::close(fd);
+    }
+}
+
+PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
+    check_peer_address(address);
     fi_addr_t peer = FI_ADDR_UNSPEC;
     const int count = fi_av_insert(av_.get(), address.data(), 1, &peer, 0, nullptr);
     if (count != 1 || peer == FI_ADDR_UNSPEC) {

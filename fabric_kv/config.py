@@ -41,6 +41,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         A monitored peer that is silent for interval x misses is reported lost.
     connect_s : float
         How long a monitored peer may stay silent before its first sign of life.
+    stall_s : float
+        A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
+    max_registration_bytes : int
+        Larger regions consist of several registrations; for NICs with a limit on one.
     num_counters : int
         Completion-counter slots per device group; at most 131071 (17 bits, one reserved).
     """
@@ -54,6 +58,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float = 0.2
     heartbeat_misses: int = 5
     connect_s: float = 5.0
+    stall_s: float = 5.0
+    max_registration_bytes: int = 2**63 - 1
     num_counters: int = 65536
 
     def __post_init__(self) -> None:
@@ -68,6 +74,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("heartbeat_interval_s", 0.001, 3600.0),
             ("heartbeat_misses", 2, 1000),
             ("connect_s", 0.001, 3600.0),
+            ("stall_s", 0.01, 3600.0),
+            ("max_registration_bytes", 4096, 2**63 - 1),
             ("num_counters", 1, (1 << 17) - 1),
         ):
             value = getattr(self, name)

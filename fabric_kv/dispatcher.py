@@ -17,9 +17,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineOptions
-from .errors import ClosedError, InternalError, ProtocolError, TransferCancelledError, TransferError
+from .errors import (
+    ClosedError,
+    InternalError,
+    ProtocolError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+    reason_of,
+)
 from .futures import CALLBACK_ERRORS
 from .reassembly import MESSAGE_OVERHEAD_BYTES, Reassembly
+from .transfers import Stall
 
 if TYPE_CHECKING:
     from . import _native
@@ -30,8 +39,8 @@ __all__ = ["Dispatcher"]
 _log = logging.getLogger("fabric_kv")
 
 # Kinds and outcomes as in native/engine/event.h.
-_TRANSFER, _COUNTER, _MESSAGE, _USER, _PEER_LOST, _FAULT = range(6)
-_OK, _FAILED, _CANCELLED, _CLOSED = range(4)
+_TRANSFER, _COUNTER, _MESSAGE, _USER, _PEER_LOST, _FAULT, _STALLED = range(7)
+_OK, _FAILED, _CANCELLED, _CLOSED, _EXPIRED = range(5)
 
 # The thread wakes for events; this bounds how long a lost wake-up could hide them.
 _POLL_S = 1.0
@@ -53,6 +62,8 @@ class Dispatcher:
         self.transfers: dict[int, Transfer] = {}  # guarded by lock
         self.counters: dict[tuple[int, int, int], Counter] = {}  # guarded by lock
         self.on_peer_lost: Callable[[bytes, str], None] | None = None
+        self.on_notify: Callable[[int, int], None] | None = None
+        self.on_stalled: Callable[[Stall], None] | None = None
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._reassembly = Reassembly(options.max_message_bytes, options.max_inbox_bytes)
         self._waiting: deque[tuple[bytes, bytes]] = deque()  # messages that came before there was a callback
@@ -66,6 +77,7 @@ class Dispatcher:
         self.num_callback_errors = 0
         self.num_dropped_messages = 0
         self.num_faults = 0
+        self.num_stalls = 0
 
     def start(self) -> None:
         """Start the thread, unless the user polls."""
@@ -141,6 +153,7 @@ class Dispatcher:
             "callback_errors": self.num_callback_errors,
             "dropped_messages": self.num_dropped_messages + self._reassembly.num_dropped,
             "faults": self.num_faults,
+            "stalls": self.num_stalls,
         }
 
     def _run(self) -> None:
@@ -177,7 +190,12 @@ class Dispatcher:
         elif kind == _FAULT:
             self.num_faults += 1
             _log.error("group %d: %s", event[1], event[2][5])
-        elif kind != _USER:
+        elif kind == _STALLED:
+            self._stalled(*event[1:])
+        elif kind == _USER:
+            if self.on_notify is not None:
+                self.on_notify(event[1], event[2])
+        else:
             raise InternalError(f"unknown event {event!r}")
 
     def _deliver(self, sender: bytes, payload: bytes) -> None:
@@ -198,7 +216,23 @@ class Dispatcher:
             self._waiting_bytes -= len(payload) + MESSAGE_OVERHEAD_BYTES
             self._guarded(on_message, sender, payload)
 
-    def _end_transfer(self, id_: int, outcome: int, nbytes: int, peer: bytes, error: tuple[Any, ...]) -> None:
+    def _stalled(self, group: int, error: tuple[Any, ...], silent_s: float, outstanding_bytes: int) -> None:
+        _, _, _, provider, nic, text = error
+        self.num_stalls += 1
+        _log.warning("group %d, %s NIC %s stalls: %s", group, provider, nic, text)
+        if self.on_stalled is not None:
+            self.on_stalled(Stall(group, provider, nic, silent_s, outstanding_bytes))
+
+    def _end_transfer(
+        self,
+        id_: int,
+        outcome: int,
+        nbytes: int,
+        peer: bytes,
+        error: tuple[Any, ...],
+        failed_pages: list[tuple[int, int, int]],
+        unposted: tuple[int, int, int],
+    ) -> None:
         with self.lock:
             transfer = self.transfers.pop(id_, None)
         if transfer is None:
@@ -207,7 +241,13 @@ class Dispatcher:
         if outcome == _OK:
             transfer._succeed(None)
             return
-        about = {"transfer_id": id_, "peer": peer.hex(), "bytes_done": nbytes}
+        about: dict[str, Any] = {
+            "transfer_id": id_,
+            "peer": peer.hex(),
+            "bytes_done": nbytes,
+            "failed_pages": failed_pages,
+            "unposted": unposted[:2] if unposted[2] else None,
+        }
         fi_errno, _prov_errno, op, provider, nic, text = error
         if outcome == _FAILED:
             transfer._fail(
@@ -216,10 +256,14 @@ class Dispatcher:
                     **about,
                     op=op,
                     fi_errno=fi_errno,
+                    reason=reason_of(fi_errno),
                     provider=provider,
                     nic=nic,
                 )
             )
+        elif outcome == _EXPIRED:
+            why = f"{transfer!r} was not posted by its deadline; {nbytes} bytes were written"
+            transfer._fail(TransferTimeoutError(why, **about, reason="timeout"))
         elif outcome == _CANCELLED:
             transfer._fail(TransferCancelledError(f"{transfer!r} was cancelled after {nbytes} bytes", **about))
         else:

@@ -12,29 +12,36 @@ dispatcher: callbacks and futures run there; exceptions in callbacks are logged,
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .buffers import locate
 from .config import EngineOptions
 from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .regions import CounterToken, EngineAddress, RemoteRegion
-from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
+from .submission import encode_pieces
+from .transfers import Counter, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from . import _native
 
 __all__ = ["Engine"]
 
+_NO_TOKEN = (0, 0, 0)
+
 # How long close() lets posted operations end by themselves before it closes the endpoints under them.
 _DRAIN_S = 1.0
+
+
+_log = logging.getLogger("fabric_kv")
 
 
 def _close(native: _native.Engine, dispatcher: Dispatcher) -> None:
@@ -64,19 +71,6 @@ def _load_native() -> ModuleType:
             "(needs libfabric's headers: apt-get install libfabric-dev)"
         ) from error
     return _native
-
-
-def _as_pages(name: str, pages: Any) -> NDArray[np.int64]:
-    array = np.asarray(pages)
-    if array.ndim != 1:
-        raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")
-    if array.size == 0:
-        return np.empty(0, np.int64)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ConfigError(f"{name} must hold integers (page indices), not {array.dtype}")
-    if array.dtype == np.uint64 and int(array.max()) >= 2**63:
-        raise ConfigError(f"{name} holds {int(array.max())}, which is no page index")
-    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 class Engine:
@@ -137,7 +131,11 @@ class Engine:
             heartbeat_interval_s=options.heartbeat_interval_s,
             heartbeat_misses=options.heartbeat_misses,
             connect_s=options.connect_s,
+            stall_s=options.stall_s,
+            max_registration_bytes=options.max_registration_bytes,
         )
+        for why in self._left_out:
+            _log.warning("started without a NIC: %s", why)
         self.options = options
         epoch, addresses = self._native.address()
         self._address = EngineAddress(epoch, tuple(tuple(group) for group in addresses))
@@ -160,7 +158,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called, or this is a fork of the engine's process."""
         return not self._finalizer.alive
 
     def describe(self) -> dict[str, Any]:
@@ -207,8 +205,9 @@ class Engine:
                 provider=provider,
             )
         native = self._native.register_region(found.address, found.nbytes, group)
-        epoch, index, nbytes, rails = self._native.describe_region(native)
-        return MemoryRegion(self, native, found.owner, RemoteRegion(epoch, index, nbytes, tuple(rails)))
+        epoch, index, nbytes, ends, keys = self._native.describe_region(native)
+        remote = RemoteRegion(epoch, index, nbytes, tuple(ends), tuple(tuple(rail) for rail in keys))
+        return MemoryRegion(self, native, found.owner, remote)
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -241,6 +240,10 @@ class Engine:
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
         self._dispatcher.on_peer_lost = fn
+
+    def on_stalled(self, fn: Callable[[Stall], None] | None) -> None:
+        """Call ``fn(stall)`` when a NIC with work in flight completes nothing for ``options.stall_s``; once a stall."""
+        self._dispatcher.on_stalled = fn
 
     # -- moving data ---------------------------------------------------------------------------------------------------
 
@@ -301,11 +304,24 @@ class Engine:
         )
         return self.submit(peer, [piece], token=token)
 
-    def submit(self, peer: Peer, pieces: Iterable[PagePiece], *, token: CounterToken | None = None) -> Transfer:
-        """Write any number of paged pieces to one peer.
+    def submit(
+        self,
+        peer: Peer,
+        pieces: Iterable[PagePiece],
+        *,
+        token: CounterToken | None = None,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Write any number of paged pieces to one peer; their source regions belong to one device group.
 
         Neighbouring pages become one write. With a token every write carries its units to the receiver's counter; they
         add up to the sum of ceil(nbytes / unit_bytes) over all pages and rows. Returns at once.
+
+        Parameters
+        ----------
+        deadline_s : float, optional
+            Seconds from now after which nothing more is posted. The transfer then ends in TransferTimeoutError, once
+            what was posted is retired; see :class:`Transfer`.
 
         Raises
         ------
@@ -317,34 +333,65 @@ class Engine:
         ClosedError
             If the engine is closed or the peer was removed.
         """
-        native: list[Any] = []
-        keep, nbytes = [], 0
-        for piece in pieces:
-            if piece.src._engine is not self:
-                raise ConfigError(f"{piece.src!r} was registered with another engine")
-            if token is not None and token.group != piece.dst.group:
-                # The immediate would arrive over there, and count for whoever has that slot.
-                raise ConfigError(
-                    f"the counter's token is of the peer's group {token.group}, the remote region of its group "
-                    f"{piece.dst.group}"
-                )
-            src_pages, dst_pages = _as_pages("src_pages", piece.src_pages), _as_pages("dst_pages", piece.dst_pages)
-            sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
-            if min(*sizes, piece.rows, piece.src_row_stride, piece.dst_row_stride) < 0 or max(sizes) >= 2**63:
-                raise ConfigError(
-                    f"offsets, strides and sizes must lie in [0, 2^63): {piece[1:3] + piece[4:7] + piece[9:]}"
-                )
-            if piece.rows >= 2**32:
-                raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
-            native.append(
-                (piece.src._native, *piece[1:3], piece.dst.native(), *piece[4:7], src_pages, dst_pages, *piece[9:])
-            )
-            keep.append(piece.src)
-            nbytes += piece.nbytes * piece.rows * len(src_pages)
-        wire_token = token.native() if token else (0, 0, 0)
-        return self._track(
-            Transfer(self, peer, nbytes, keep), lambda: self._native.submit_write(peer._native, native, wire_token)
-        )
+        return self.scatter([(peer, pieces, token)], deadline_s=deadline_s)[0]
+
+    def scatter(
+        self,
+        parts: Iterable[tuple[Peer, Iterable[PagePiece], CounterToken | None]],
+        *,
+        deadline_s: float | None = None,
+    ) -> list[Transfer]:
+        """Write to many peers in one submission: :meth:`submit` for each (peer, pieces, token), all or none of them.
+
+        Raises
+        ------
+        ConfigError, WouldBlockError, ClosedError
+            As for :meth:`submit`; no part has been taken then.
+        """
+        if deadline_s is not None and not 0 < deadline_s <= 86400:
+            raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
+        transfers, native = [], []
+        for peer, pieces, token in parts:
+            encoded, keep, nbytes = encode_pieces(self, pieces, token)
+            transfers.append(Transfer(self, peer, nbytes, keep, deadline_s))
+            native.append((peer._native, encoded, token.native() if token else _NO_TOKEN))
+        return self._track(transfers, lambda: self._native.submit_writes(native, deadline_s or 0.0))
+
+    def signal(self, peer: Peer, dst: RemoteRegion, token: CounterToken, units: int = 1, *, group: int = 0) -> Transfer:
+        """Add ``units`` to a peer's counter without data. ``dst`` is any region of the peer; nothing is written there.
+
+        It is not ordered behind other transfers: use it to count an event, not to announce data.
+        """
+        return self.barrier([(peer, dst, token)], units=units, group=group)[0]
+
+    def barrier(
+        self, parts: Iterable[tuple[Peer, RemoteRegion, CounterToken]], *, units: int = 1, group: int = 0
+    ) -> list[Transfer]:
+        """:meth:`signal` for many peers in one submission, all or none; a counter fires once all its senders have."""
+        if not 1 <= units < 2**57:
+            raise ConfigError(f"units={units} must lie in [1, 2^57)")
+        parts = list(parts)
+        native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
+        transfers = [Transfer(self, peer, 0, None) for peer, _, _ in parts]
+        return self._track(transfers, lambda: self._native.submit_signals(native, group))
+
+    def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
+        """Send 15 bits of your own as an immediate, for the peer's :meth:`on_notify`; ``dst`` as in :meth:`signal`.
+
+        Raises
+        ------
+        ConfigError
+            If ``value`` does not fit into 15 bits: the other 17 say that it is not a counter's.
+        """
+        limit = 2 ** _load_native().NUM_USER_BITS
+        if not 0 <= value < limit:
+            raise ConfigError(f"value={value} must lie in [0, {limit})")
+        native = [(peer._native, dst.native(), _NO_TOKEN, 0, value)]
+        return self._track([Transfer(self, peer, 0, None)], lambda: self._native.submit_signals(native, group))[0]
+
+    def on_notify(self, fn: Callable[[int, int], None] | None) -> None:
+        """Call ``fn(group, value)`` for each :meth:`notify` of a peer. One callback; None removes it."""
+        self._dispatcher.on_notify = fn
 
     def send(self, peer: Peer, payload: bytes | bytearray | memoryview) -> Transfer:
         """Send a control message; the peer's :meth:`on_message` gets it whole. Overtakes queued writes.
@@ -364,8 +411,8 @@ class Engine:
                 f"max_message_bytes={self.options.max_message_bytes}"
             )
         return self._track(
-            Transfer(self, peer, len(payload), None), lambda: self._native.submit_message(peer._native, payload)
-        )
+            [Transfer(self, peer, len(payload), None)], lambda: [self._native.submit_message(peer._native, payload)]
+        )[0]
 
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
@@ -451,13 +498,14 @@ class Engine:
         if not 0 <= group < len(self._address.groups):
             raise ConfigError(f"group {group} does not exist: the engine has {len(self._address.groups)}")
 
-    def _track(self, transfer: Transfer, submit: Callable[[], _native.Transfer]) -> Transfer:
-        transfer._count_callback_error = self._dispatcher.count_callback_error
+    def _track(self, transfers: list[Transfer], submit: Callable[[], list[_native.Transfer]]) -> list[Transfer]:
         with self._dispatcher.lock:
             self._check_open()
-            transfer._native = submit()
-            self._dispatcher.transfers[transfer.id] = transfer
-        return transfer
+            for transfer, native in zip(transfers, submit(), strict=True):
+                transfer._native = native
+                transfer._count_callback_error = self._dispatcher.count_callback_error
+                self._dispatcher.transfers[transfer.id] = transfer
+        return transfers
 
     def _cancel(self, transfer: Transfer) -> None:
         if not self.closed:

@@ -33,6 +33,7 @@ and survive pickling, so errors cross process pools intact.
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar
 
 __all__ = [
@@ -61,6 +62,35 @@ __all__ = [
 
 def _rebuild(cls: type[FabricKVError], message: str, fields: dict[str, Any]) -> FabricKVError:
     return cls(message, **fields)
+
+
+REASONS = ("peer_gone", "refused", "no_resources", "timeout", "fabric")
+
+_REASON_OF_ERRNO = {
+    **dict.fromkeys(
+        (
+            errno.ECONNRESET,
+            errno.ECONNREFUSED,
+            errno.ECONNABORTED,
+            errno.ENOTCONN,
+            errno.EPIPE,
+            errno.ESHUTDOWN,
+            errno.EHOSTUNREACH,
+            errno.EHOSTDOWN,
+            errno.ENETUNREACH,
+            errno.ENOENT,
+        ),
+        "peer_gone",
+    ),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EKEYREJECTED, errno.EINVAL, errno.EFAULT), "refused"),
+    **dict.fromkeys((errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EMFILE, errno.ENFILE), "no_resources"),
+    errno.ETIMEDOUT: "timeout",
+}
+
+
+def reason_of(fi_errno: int | None) -> str:
+    """Map an error number of libfabric to one of :data:`REASONS`; the number itself stays in ``fi_errno``."""
+    return _REASON_OF_ERRNO.get(fi_errno or 0, "fabric")
 
 
 class FabricKVError(Exception):
@@ -141,11 +171,25 @@ class WouldBlockError(FabricKVError, BlockingIOError):
 class TransferError(FabricKVError):
     """A transfer was accepted and then failed; every posted operation of it is retired.
 
-    Fields ``transfer_id``, ``peer`` (epoch, hex), ``bytes_done``, and ``op``, ``fi_errno``, ``provider``, ``nic`` of
-    the operation that failed first.
+    Fields ``transfer_id``, ``peer`` (epoch, hex), ``bytes_done``, and of the operation that failed first ``op``,
+    ``fi_errno`` (positive, fi_errno(3)), ``provider``, ``nic`` and ``reason``, one of :data:`REASONS`.
+
+    For a transfer of pages, ``failed_pages`` lists (piece, first, count) of the operations that failed, and
+    ``unposted`` is the (piece, index) from which on nothing was posted, or None; all other pages are known good.
     """
 
-    _fields = ("transfer_id", "peer", "bytes_done", "op", "fi_errno", "provider", "nic")
+    _fields = (
+        "transfer_id",
+        "peer",
+        "bytes_done",
+        "op",
+        "fi_errno",
+        "provider",
+        "nic",
+        "reason",
+        "failed_pages",
+        "unposted",
+    )
 
 
 class TransferTimeoutError(TransferError, TimeoutError):

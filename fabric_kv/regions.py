@@ -9,12 +9,14 @@ All of it travels as versioned, length-checked bytes; see :mod:`fabric_kv.encodi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from .encoding import decode, encode
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from . import _native
@@ -27,7 +29,9 @@ U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 MAX_GROUPS = 64
 MAX_RAILS = 64
+MAX_SEGMENTS = 65536
 _GroupIndex = Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+_Key = tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]  # (base, rkey)
 
 
 class CounterToken(msgspec.Struct, frozen=True, array_like=True):
@@ -64,21 +68,31 @@ class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
         Its device group there.
     nbytes : int
         Length in bytes.
-    rails : tuple of (base, rkey)
-        One per NIC of that group; ``base`` is what offsets are added to.
+    segment_ends : tuple of int
+        Where its registrations end, ascending, in bytes; one unless a NIC's limit or the memory itself made several.
+    rails : tuple of tuple of (base, rkey)
+        ``rails[k][i]`` is for NIC k of that group and segment i; offsets into the segment are added to ``base``.
     """
 
     MAGIC: ClassVar[bytes] = b"FKVR"
     VERSION: ClassVar[int] = 1
-    MAX_BYTES: ClassVar[int] = 4096
+    MAX_BYTES: ClassVar[int] = 64 << 20
 
     epoch: Epoch
     group: _GroupIndex
     nbytes: U63
+    segment_ends: Annotated[tuple[U63, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)]
     rails: Annotated[
-        tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...],
+        tuple[Annotated[tuple[_Key, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)], ...],
         Meta(min_length=1, max_length=MAX_RAILS),
     ]
+
+    def __post_init__(self) -> None:
+        ends = (0, *self.segment_ends)
+        if ends[-1] != self.nbytes or any(a >= b for a, b in pairwise(ends)):
+            raise ConfigError(f"segment_ends={self.segment_ends[:8]} must ascend to nbytes={self.nbytes}")
+        if any(len(rail) != len(self.segment_ends) for rail in self.rails):
+            raise ConfigError(f"every rail must have {len(self.segment_ends)} keys, one a segment")
 
     def to_bytes(self) -> bytes:
         """Versioned bytes for the peer."""
@@ -93,7 +107,9 @@ class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
         """The object that the C++ core takes."""
         from . import _native
 
-        return _native.RemoteRegion(self.epoch, self.group, self.nbytes, list(self.rails))
+        return _native.RemoteRegion(
+            self.epoch, self.group, self.nbytes, list(self.segment_ends), [list(rail) for rail in self.rails]
+        )
 
 
 class EngineAddress(msgspec.Struct, frozen=True, array_like=True):

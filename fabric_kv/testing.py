@@ -204,7 +204,7 @@ class MemoryEngine:
         """As Engine.register, for NumPy arrays."""
         self._check_open()
         self._regions.append(np.frombuffer(memoryview(buffer).cast("B"), np.uint8))
-        remote = RemoteRegion(self.epoch, group, buffer.nbytes, ((0, len(self._regions) - 1),))
+        remote = RemoteRegion(self.epoch, group, buffer.nbytes, (buffer.nbytes,), (((0, len(self._regions) - 1),),))
         return MemoryRegion(cast("Engine", self), cast("Any", None), buffer, remote)
 
     def add_peer(self, address: bytes, *, monitor: bool = False) -> Peer:
@@ -362,10 +362,10 @@ class MemoryEngine:
             write.error = write.error or TransferError("an injected error", peer=dst.epoch.hex())
             if self.fabric.coin(0.5):
                 # The sender is told of a failure, yet the bytes are on their way.
-                data = self._regions[src.remote.rails[0][1]][src_at : src_at + nbytes].copy()
+                data = self._regions[src.remote.rails[0][0][1]][src_at : src_at + nbytes].copy()
                 self.fabric.add(partial(target._land, dst, dst_at, data, token))
         else:
-            target._land(dst, dst_at, self._regions[src.remote.rails[0][1]][src_at : src_at + nbytes], token)
+            target._land(dst, dst_at, self._regions[src.remote.rails[0][0][1]][src_at : src_at + nbytes], token)
             write.num_bytes += nbytes
         self._moved(write, index)
 
@@ -383,7 +383,7 @@ class MemoryEngine:
     def _land(self, dst: RemoteRegion, at: int, data: NDArray[np.uint8], token: CounterToken | None) -> None:
         if self.closed or self.dead:
             return
-        self._regions[dst.rails[0][1]][at : at + data.size] = data
+        self._regions[dst.rails[0][0][1]][at : at + data.size] = data
         if token is None:
             return
         slot = self.slots[token.slot] if token.slot < len(self.slots) else None

@@ -9,11 +9,13 @@ All three come from an :class:`~fabric_kv.engine.Engine` and keep what they need
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import ClosedError, TransferTimeoutError
+from .errors import ClosedError, TransferCancelledError, TransferTimeoutError
 from .futures import Completion
 from .regions import CounterToken, RemoteRegion
 
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from . import _native
     from .engine import Engine
 
-__all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Transfer"]
+__all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Stall", "Transfer"]
+
+# How long a wait without a timeout goes on when the transfer may post no more.
+_DRAIN_S = 5.0
 
 
 class Peer:
@@ -35,6 +40,10 @@ class Peer:
     def __init__(self, native: _native.Peer, epoch: bytes) -> None:
         self._native = native
         self.epoch = epoch
+
+    def describe(self) -> dict[str, int]:
+        """Operations, bytes and errors so far of what was written to it."""
+        return self._native.describe()
 
     def __repr__(self) -> str:
         return f"Peer({self.epoch.hex()[:8]})"
@@ -82,6 +91,16 @@ class MemoryRegion:
         return f"MemoryRegion({self.nbytes} bytes, group {self._remote.group})"
 
 
+class Stall(NamedTuple):
+    """A NIC with work in flight that completes nothing."""
+
+    group: int
+    provider: str
+    nic: str
+    silent_s: float  # since the last completion
+    outstanding_bytes: int
+
+
 class PagePiece(NamedTuple):
     """A paged copy: page i, row r goes from ``src_offset + src_pages[i] * src_stride + r * src_row_stride`` to the same
     with ``dst``; ``nbytes`` each. All in bytes but the page indices.
@@ -107,10 +126,15 @@ class Transfer(Completion[None]):
     It ends once, when every operation that was posted for it is retired: done, failed (:class:`TransferError`),
     cancelled (:class:`TransferCancelledError`) or closed (:class:`ClosedError`). Until then its memory is in use, also
     after a wait for it has timed out.
+
+    After :meth:`cancel`, or when its deadline passes, it is draining: nothing more is posted, and it ends (cancelled,
+    or TransferTimeoutError) when the NIC has given back what was. A peer that is stopped can delay that; waiting is
+    bounded all the same, and raises TransferTimeoutError while ``done()`` is still False.
     """
 
-    def __init__(self, engine: Engine, peer: Peer, nbytes: int, keep: object) -> None:
+    def __init__(self, engine: Engine, peer: Peer, nbytes: int, keep: object, deadline_s: float | None = None) -> None:
         super().__init__()
+        self._stop_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self._engine = engine
         self._native: _native.Transfer  # set while submitting
         self._keep = keep  # the regions, until the end
@@ -122,9 +146,23 @@ class Transfer(Completion[None]):
         """Number of the transfer in its engine, as errors and logs name it."""
         return int(self._native.id)
 
+    @property
+    def state(self) -> str:
+        """``active``, ``draining``, or how it ended: ``done``, ``failed``, ``cancelled``."""
+        if not self.done():
+            return "draining" if time.monotonic() >= self._stop_s else "active"
+        error = self.exception(0)
+        return "done" if error is None else "cancelled" if isinstance(error, TransferCancelledError) else "failed"
+
     def cancel(self) -> None:
         """Post nothing more. It still ends by itself, once what was posted is retired."""
+        self._stop_s = min(self._stop_s, time.monotonic())
         self._engine._cancel(self)
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None and self._stop_s < math.inf:
+            timeout = max(self._stop_s - time.monotonic(), 0.0) + _DRAIN_S
+        super()._wait(timeout)
 
     def _timeout_error(self, timeout: float | None) -> Exception:
         return TransferTimeoutError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache import CacheSpec
@@ -18,7 +19,7 @@ from ..regions import EngineAddress
 from . import wire
 from .actor import Actor
 from .base import Messenger
-from .peers import Link, check_setup
+from .peers import Link, check_spec
 from .serve import ServeEvent
 from .serving import Serving
 from .sessions import Refusal, Session
@@ -49,7 +50,7 @@ class PrefillSessions(Messenger):
         bounds: Bounds,
         actor: Actor | None,
     ) -> None:
-        check_setup(engine, spec, regions, tail)
+        check_spec(spec, regions)
         super().__init__(engine, bounds, actor, "prefill")
         self._spec = spec
         self._regions = [list(rank) for rank in regions]
@@ -68,7 +69,7 @@ class PrefillSessions(Messenger):
         if old is not None:
             # Decode gave the old session up, or it would not have begun a new one.
             self._lose(old, "the decode side began a new session")
-        link = None if self._too_many_partings() else self._open_link(epoch, hello.address)
+        link = self._open_link(epoch, hello.address)
         if link is None:
             return
         try:
@@ -96,12 +97,13 @@ class PrefillSessions(Messenger):
             self._counts["malformed"] += 1
             _log.warning("dropped a Hello from %s: its address cannot be used: %s", epoch.hex(), error)
             return None
-        return Link(self._actor, self._engine, peer, on_broken=self._on_link_broken, on_idle=self._on_link_idle)
+        broken = partial(self._on_link_broken, epoch)
+        return Link(self._actor, self._engine, peer, on_broken=broken, on_idle=partial(self._on_idle, epoch))
 
     def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
         """Answer a Hello of another version: our reply's version byte tells the sender what we speak."""
         hello = error.hello
-        if hello is None or epoch in self._sessions or self._too_many_partings():
+        if hello is None or epoch in self._sessions:
             return
         link = self._open_link(epoch, hello.address)
         if link is not None:
@@ -112,34 +114,25 @@ class PrefillSessions(Messenger):
         self._parting.append(link)
         link.send(message)
 
-    def _too_many_partings(self) -> bool:
-        """Whether refusals pile up that nobody reads: then Hellos are dropped, and their senders time out."""
-        if len(self._parting) < MAX_PEERS:
-            return False
-        self._counts["dropped_hellos"] += 1
-        return True
-
-    def _on_link_idle(self, link: Link) -> None:
-        if link in self._parting:
+    def _on_idle(self, epoch: bytes) -> None:
+        for link in [link for link in self._parting if link.peer.epoch == epoch and link.idle]:
             self._parting.remove(link)
             link.close()
-            if link.peer.epoch not in self._sessions:
+            if epoch not in self._sessions:
                 self._remove_peer(link)
         self._advance_close()
 
-    def _on_link_broken(self, link: Link, reason: str) -> None:
-        session = self._sessions.get(link.peer.epoch)
-        if session is not None and session.link is link:
+    def _on_link_broken(self, epoch: bytes, reason: str) -> None:
+        session = self._sessions.get(epoch)
+        if session is not None:
             self._lose(session, reason)
-        self._on_link_idle(link)
+        self._on_idle(epoch)
 
     def _on_peer_lost(self, epoch: bytes, reason: str) -> None:
         session = self._sessions.get(epoch)
         if session is not None:
             self._counts["peers_lost"] += 1
             self._lose(session, reason)
-        for link in [link for link in self._parting if link.peer.epoch == epoch]:
-            self._on_link_idle(link)
 
     def _lose(self, session: Session, reason: str) -> None:
         """End a session: its requests end as their writes retire."""
@@ -157,4 +150,4 @@ class PrefillSessions(Messenger):
 
     def _send_goodbyes(self) -> None:
         for session in list(self._sessions.values()):
-            session.link.send(wire.Goodbye(session.number, quiescent=session.quiescent))
+            session.link.send(wire.Goodbye(session.number, quiescent=not session.open))

@@ -112,10 +112,10 @@ class Serving(Outflow):
         maps = [
             plan.page_map(
                 group,
-                int(chunk.begin),
-                int(chunk.end),
+                chunk.begin,
+                chunk.end,
                 cached=request.cached_tokens,
-                final=bool(chunk.final),
+                final=chunk.final,
                 num_tokens=request.num_tokens,
             )
             for group in range(len(src_pages))

@@ -1,6 +1,6 @@
 // A bounded queue from many threads to one consumer.
 //
-// Threads:  push() and close() from any thread; pop_all() by the consumer only.
+// Threads:  push(), push_all() and close() from any thread; pop_all() by the consumer only.
 // Blocking: never for longer than a swap of two vectors; a full or closed queue answers false.
 #pragma once
 
@@ -21,6 +21,15 @@ class BoundedQueue {
         std::lock_guard lock(mutex_);
         if (closed_ || items_.size() >= capacity_) return false;
         items_.push_back(std::move(item));
+        size_.store(items_.size(), std::memory_order_seq_cst);
+        return true;
+    }
+
+    // All or none.
+    bool push_all(std::vector<T>& items) {
+        std::lock_guard lock(mutex_);
+        if (closed_ || items_.size() + items.size() > capacity_) return false;
+        for (auto& item : items) items_.push_back(std::move(item));
         size_.store(items_.size(), std::memory_order_seq_cst);
         return true;
     }

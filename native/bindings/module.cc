@@ -1,161 +1,13 @@
 // fabric_kv._native: the engine for Python. Converts between the two worlds and decides nothing.
 //
 // Blocking calls (poll, close, opening, registration) release the GIL; no Python code runs on a progress thread.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include "engine/engine.h"
+#include "bindings/convert.h"
 #include "ofi/ofi_nic.h"
 
 namespace py = pybind11;
 using namespace fkv;
 
 namespace {
-
-py::bytes to_bytes(const Epoch& epoch) { return {reinterpret_cast<const char*>(epoch.data()), epoch.size()}; }
-
-py::bytes to_bytes(const std::vector<std::byte>& data) {
-    return {reinterpret_cast<const char*>(data.data()), data.size()};
-}
-
-std::vector<std::byte> from_bytes(std::string_view text) {
-    const auto* data = reinterpret_cast<const std::byte*>(text.data());
-    return {data, data + text.size()};
-}
-
-Epoch to_epoch(std::string_view text) {
-    Epoch epoch;
-    if (text.size() != epoch.size())
-        throw Error(ErrorKind::kProtocol, "an epoch has 16 bytes, not " + std::to_string(text.size()));
-    std::memcpy(epoch.data(), text.data(), epoch.size());
-    return epoch;
-}
-
-py::tuple to_tuple(const OpError& e) {
-    return py::make_tuple(e.fi_errno, e.prov_errno, e.op, e.provider, e.nic, e.text);
-}
-
-// The one place where native error kinds become exceptions of fabric_kv.errors.
-void raise_as_python(const Error& error) {
-    static constexpr const char* kNames[] = {"ConfigError",          "FabricError",     "RegistrationError",
-                                             "PeerUnreachableError", "WouldBlockError", "ClosedError",
-                                             "ProtocolError",        "InternalError"};
-    const auto kind = error.kind();
-    auto type = py::module_::import("fabric_kv.errors").attr(kNames[static_cast<int>(kind)]);
-    py::dict fields;
-    if (kind == ErrorKind::kFabric || kind == ErrorKind::kRegistration || kind == ErrorKind::kUnreachable) {
-        const auto& op = error.op();
-        if (!op.op.empty()) fields["op"] = op.op;
-        if (op.fi_errno) fields["fi_errno"] = op.fi_errno;
-        if (!op.provider.empty()) fields["provider"] = op.provider;
-        if (!op.nic.empty()) fields["nic"] = op.nic;
-    }
-    const auto value = type(error.what(), **fields);
-    PyErr_SetObject(type.ptr(), value.ptr());
-}
-
-using Pages = py::array_t<std::int64_t, py::array::c_style>;
-
-std::vector<std::int64_t> to_pages(const Pages& pages) { return {pages.data(), pages.data() + pages.size()}; }
-
-PagePiece to_piece(const py::tuple& t) {
-    PagePiece piece;
-    piece.src = t[0].cast<std::shared_ptr<Region>>();
-    piece.src_offset = t[1].cast<std::uint64_t>();
-    piece.src_stride = t[2].cast<std::uint64_t>();
-    piece.dst = t[3].cast<std::shared_ptr<RemoteRegion>>();
-    piece.dst_offset = t[4].cast<std::uint64_t>();
-    piece.dst_stride = t[5].cast<std::uint64_t>();
-    piece.nbytes = t[6].cast<std::uint64_t>();
-    piece.src_pages = to_pages(t[7].cast<Pages>());
-    piece.dst_pages = to_pages(t[8].cast<Pages>());
-    piece.rows = t[9].cast<std::uint32_t>();
-    piece.src_row_stride = t[10].cast<std::uint64_t>();
-    piece.dst_row_stride = t[11].cast<std::uint64_t>();
-    return piece;
-}
-
-CounterToken to_token(const py::tuple& t) {
-    return {t[0].cast<std::uint32_t>(), t[1].cast<std::uint32_t>(), t[2].cast<std::uint64_t>()};
-}
-
-py::tuple to_tuple(const Event& e) {
-    const auto kind = static_cast<int>(e.kind);
-    switch (e.kind) {
-        case Event::kTransfer:
-            return py::make_tuple(kind, e.id, static_cast<int>(e.outcome), e.bytes, to_bytes(e.peer),
-                                  to_tuple(e.error));
-        case Event::kCounter:
-            return py::make_tuple(kind, e.group, e.slot, e.generation, e.verdict == CounterVerdict::kFired);
-        case Event::kMessage:
-            return py::make_tuple(kind, to_bytes(e.peer), e.id, e.bytes, e.offset, to_bytes(e.payload));
-        case Event::kUser:
-            return py::make_tuple(kind, e.group, e.id);
-        case Event::kPeerLost:
-            return py::make_tuple(kind, to_bytes(e.peer), e.error.text);
-        case Event::kFault:
-            return py::make_tuple(kind, e.group, to_tuple(e.error));
-    }
-    throw Error(ErrorKind::kInternal, "unknown event kind");
-}
-
-py::dict describe_rail(Rail& rail) {
-    const auto& info = rail.info();
-    const auto& stats = rail.stats;
-    py::dict d;
-    d["provider"] = info.provider;
-    d["fabric"] = info.fabric;
-    d["domain"] = info.domain;
-    d["source"] = info.source;
-    d["max_msg_bytes"] = info.max_msg_bytes;
-    d["tx_depth"] = info.tx_depth;
-    d["rx_depth"] = info.rx_depth;
-    d["cq_data_bytes"] = info.cq_data_bytes;
-    d["iov_limit"] = info.iov_limit;
-    d["rma_iov_limit"] = info.rma_iov_limit;
-    d["link_bps"] = info.link_bps;
-    d["virtual_addresses"] = info.virtual_addresses;
-    d["provider_keys"] = info.provider_keys;
-    d["local_mr"] = info.local_mr;
-    d["ordered_writes"] = info.ordered_writes;
-    d["imm_uses_recv"] = info.imm_uses_recv;
-    d["wait_fd"] = info.wait_fd;
-    d["ops"] = stats.ops.load();
-    d["bytes"] = stats.bytes.load();
-    d["completions"] = stats.completions.load();
-    d["again"] = stats.again.load();
-    d["errors"] = stats.errors.load();
-    d["imms"] = stats.imms.load();
-    d["messages"] = stats.messages.load();
-    d["busy_ns"] = stats.busy_ns.load();
-    return d;
-}
-
-py::dict describe_group(Group& group) {
-    py::list rails;
-    for (auto& rail : group.rails()) rails.append(describe_rail(*rail));
-    py::dict d;
-    d["rails"] = rails;
-    d["transfers_in_flight"] = group.in_flight();
-    d["counters_in_use"] = group.counters().num_in_use();
-    d["counters_poisoned"] = group.counters().num_poisoned();
-    d["max_write_bytes"] = group.max_write_bytes();
-    d["stale_imms"] = group.stats().stale_imms.load();
-    d["violations"] = group.stats().violations.load();
-    d["dropped_imms"] = group.stats().dropped_imms.load();
-    d["malformed_frames"] = group.stats().malformed_frames.load();
-    d["sleeps"] = group.stats().sleeps.load();
-    return d;
-}
-
-// A forked child leaks the parent's engine: see Engine::in_child().
-struct DeleteInParent {
-    void operator()(Engine* engine) const {
-        if (!engine->in_child()) delete engine;
-    }
-};
-using EnginePtr = std::unique_ptr<Engine, DeleteInParent>;
 
 // An engine and the NICs that it had to do without.
 struct OpenedEngine {
@@ -216,13 +68,23 @@ PYBIND11_MODULE(_native, m) {
     });
     py::class_<RemoteRegion, std::shared_ptr<RemoteRegion>>(m, "RemoteRegion")
         .def(py::init([](std::string_view epoch, std::uint32_t group, std::uint64_t nbytes,
-                         const std::vector<std::pair<std::uint64_t, std::uint64_t>>& rails) {
-            auto region = std::make_shared<RemoteRegion>(RemoteRegion{to_epoch(epoch), group, nbytes, {}});
-            for (const auto& [base, rkey] : rails) region->rails.push_back({base, rkey});
+                         std::vector<std::uint64_t> segment_ends,
+                         const std::vector<std::vector<std::pair<std::uint64_t, std::uint64_t>>>& rails) {
+            auto region = std::make_shared<RemoteRegion>(
+                RemoteRegion{to_epoch(epoch), group, nbytes, Segments(std::move(segment_ends)), {}});
+            if (region->segments.size() == 0 || region->segments.ends().back() != nbytes)
+                throw Error(ErrorKind::kConfig, "the segments of a remote region must end where it ends");
+            for (const auto& rail : rails) {
+                if (rail.size() != region->segments.size())
+                    throw Error(ErrorKind::kConfig, "a rail of a remote region must have a key for each segment");
+                auto& segments = region->rails.emplace_back();
+                for (const auto& [base, rkey] : rail) segments.push_back({base, rkey});
+            }
             return region;
         }));
-    py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer").def_property_readonly(
-        "epoch", [](const Peer& p) { return to_bytes(p.epoch); });
+    py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer")
+        .def_property_readonly("epoch", [](const Peer& p) { return to_bytes(p.epoch); })
+        .def("describe", &describe_peer);
     py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer").def_property_readonly("id", [](const Transfer& t) {
         return t.id;
     });
@@ -232,7 +94,8 @@ PYBIND11_MODULE(_native, m) {
         [](const std::string& provider,
            const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin, bool strict,
            std::size_t max_transfers, std::size_t max_inbox_bytes, std::uint32_t num_counters,
-           double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s) {
+           double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s, double stall_s,
+           std::uint64_t max_registration_bytes) {
             GroupOptions options;
             options.spin = spin;
             options.max_transfers = max_transfers;
@@ -240,6 +103,8 @@ PYBIND11_MODULE(_native, m) {
             options.num_counters = num_counters;
             options.heartbeat = {static_cast<std::int64_t>(heartbeat_interval_s * kSecond), heartbeat_misses,
                                  static_cast<std::int64_t>(connect_s * kSecond)};
+            options.stall_ns = static_cast<std::int64_t>(stall_s * kSecond);
+            options.max_registration_bytes = max_registration_bytes;
             std::vector<GroupConfig> configs;
             for (const auto& [nics, cpus] : groups) configs.push_back({nics, cpus});
             OpenedEngine opened;
@@ -251,7 +116,7 @@ PYBIND11_MODULE(_native, m) {
         },
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("strict"),
         py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"), py::arg("heartbeat_interval_s"),
-        py::arg("heartbeat_misses"), py::arg("connect_s"));
+        py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"), py::arg("max_registration_bytes"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",
@@ -275,8 +140,13 @@ PYBIND11_MODULE(_native, m) {
              [](const Engine& e, const Region& region) {
                  const auto remote = e.describe_region(region);
                  py::list rails;
-                 for (const auto& rail : remote.rails) rails.append(py::make_tuple(rail.base, rail.rkey));
-                 return py::make_tuple(to_bytes(remote.epoch), remote.group, remote.nbytes, rails);
+                 for (const auto& rail : remote.rails) {
+                     py::list segments;
+                     for (const auto& segment : rail) segments.append(py::make_tuple(segment.base, segment.rkey));
+                     rails.append(segments);
+                 }
+                 return py::make_tuple(to_bytes(remote.epoch), remote.group, remote.nbytes, remote.segments.ends(),
+                                       rails);
              })
         .def("add_peer",
              [](Engine& e, std::string_view epoch, const std::vector<std::vector<py::bytes>>& groups, bool monitor) {
@@ -289,15 +159,30 @@ PYBIND11_MODULE(_native, m) {
                  return e.add_peer(address, monitor);
              })
         .def("remove_peer", &Engine::remove_peer)
-        .def("submit_write",
-             [](Engine& e, const std::shared_ptr<Peer>& peer, const std::vector<py::tuple>& pieces,
-                const py::tuple& token) {
-                 std::vector<PagePiece> native;
-                 native.reserve(pieces.size());
-                 for (const auto& piece : pieces) native.push_back(to_piece(piece));
-                 const auto native_token = to_token(token);
+        .def("submit_writes",
+             [](Engine& e, const std::vector<py::tuple>& submissions, double deadline_s) {
+                 std::vector<Engine::Submission> native;
+                 native.reserve(submissions.size());
+                 for (const auto& t : submissions) {
+                     auto& submission = native.emplace_back();
+                     submission.peer = t[0].cast<std::shared_ptr<Peer>>();
+                     for (const auto& piece : t[1].cast<py::list>())
+                         submission.pieces.push_back(to_piece(piece.cast<py::tuple>()));
+                     submission.token = to_token(t[2].cast<py::tuple>());
+                 }
                  py::gil_scoped_release release;
-                 return e.submit_write(peer, std::move(native), native_token);
+                 const auto deadline_ns =
+                     deadline_s > 0 ? now_ns() + static_cast<std::int64_t>(deadline_s * kSecond) : 0;
+                 return e.submit_writes(std::move(native), deadline_ns);
+             })
+        .def("submit_signals",
+             [](Engine& e, const std::vector<py::tuple>& signals, std::uint32_t group) {
+                 std::vector<Engine::Signal> native;
+                 for (const auto& t : signals)
+                     native.push_back({t[0].cast<std::shared_ptr<Peer>>(), t[1].cast<std::shared_ptr<RemoteRegion>>(),
+                                       to_token(t[2].cast<py::tuple>()), t[3].cast<std::uint64_t>(),
+                                       t[4].cast<std::uint32_t>()});
+                 return e.submit_signals(std::move(native), group);
              })
         .def("submit_message",
              [](Engine& e, const std::shared_ptr<Peer>& peer, std::string_view payload) {

@@ -6,6 +6,9 @@
 namespace fkv {
 namespace {
 
+// Transfers up to this size go before bulk: a few pages, a tail, a signal.
+constexpr std::uint64_t kUrgentBytes = 64 << 10;
+
 Epoch random_epoch() {
     std::random_device source;
     Epoch epoch;
@@ -31,7 +34,8 @@ Engine::~Engine() { close(0); }
 
 void Engine::check_open() const {
     if (in_child())
-        throw Error(ErrorKind::kClosed, "the engine belongs to the parent process: a forked child must open its own");
+        throw Error(ErrorKind::kClosed,
+                    "the engine belongs to the parent process: a forked child must open its own, or be started by spawn");
     if (closed_.load()) throw Error(ErrorKind::kClosed, "the engine is closed");
 }
 
@@ -51,8 +55,16 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
     region->base = static_cast<std::byte*>(base);
     region->nbytes = nbytes;
     region->group = index;
-    // A failure on one rail drops the registrations already made on the others with `region`.
-    for (auto& rail : owner.rails()) region->rails.push_back(rail->nic().register_memory(base, nbytes));
+    region->segments = Segments::of(nbytes, owner.max_registration_bytes());
+    // A failure drops the registrations already made with `region`.
+    for (auto& rail : owner.rails()) {
+        auto& handles = region->rails.emplace_back();
+        std::uint64_t begin = 0;
+        for (const auto end : region->segments.ends()) {
+            handles.push_back(rail->nic().register_memory(region->base + begin, end - begin));
+            begin = end;
+        }
+    }
     std::lock_guard lock(mutex_);
     std::erase_if(regions_, [](const auto& weak) { return weak.expired(); });
     regions_.push_back(region);
@@ -68,9 +80,12 @@ void Engine::deregister(const std::shared_ptr<Region>& region) {
 }
 
 RemoteRegion Engine::describe_region(const Region& region) const {
-    RemoteRegion remote{address_.epoch, region.group, region.nbytes, {}};
+    RemoteRegion remote{address_.epoch, region.group, region.nbytes, region.segments, {}};
     std::lock_guard lock(mutex_);
-    for (const auto& rail : region.rails) remote.rails.push_back({rail->remote_base(), rail->rkey()});
+    for (const auto& rail : region.rails) {
+        auto& segments = remote.rails.emplace_back();
+        for (const auto& handle : rail) segments.push_back({handle->remote_base(), handle->rkey()});
+    }
     return remote;
 }
 
@@ -87,7 +102,10 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
             known = std::make_shared<Peer>();
             known->epoch = address.epoch;
             known->groups = address.groups;
-            known->links.assign(groups_.size(), std::vector<std::vector<Peer::Link>>(address.groups.size()));
+            for (std::size_t i = 0; i < groups_.size(); ++i) {
+                known->sides.push_back(std::make_unique<Peer::Side>());
+                known->sides.back()->links.resize(address.groups.size());
+            }
         }
         peer = known;
     }
@@ -103,83 +121,132 @@ void Engine::remove_peer(const std::shared_ptr<Peer>& peer) {
         const auto it = peers_.find(peer->epoch);
         if (it != peers_.end() && it->second == peer) peers_.erase(it);
     }
-    groups_[0]->run_soon([this, peer] { groups_[0]->forget(*peer); });
+    // What is queued for it fails when its turn comes, and the heartbeat lets go of it at its next check.
+}
+
+void Engine::check_remote(const Peer& peer, const RemoteRegion& region) const {
+    if (region.epoch != peer.epoch)
+        throw Error(ErrorKind::kConfig,
+                    "the remote region belongs to another engine (or to an earlier life of this peer)");
+    if (region.group >= peer.groups.size() || region.rails.size() != peer.groups[region.group].size())
+        throw Error(ErrorKind::kConfig, "the remote region does not fit the peer's NICs: it names group " +
+                                            std::to_string(region.group) + " with " +
+                                            std::to_string(region.rails.size()) + " rails");
 }
 
 void Engine::check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t index, const CounterToken& token) {
     if (piece.src->group != index)
-        throw Error(ErrorKind::kConfig, "all source regions of a transfer must belong to one group");
-    if (piece.dst->epoch != peer.epoch)
-        throw Error(ErrorKind::kConfig,
-                    "the remote region belongs to another engine (or to an earlier life of this peer)");
-    if (piece.dst->group >= peer.groups.size() || piece.dst->rails.size() != peer.groups[piece.dst->group].size())
-        throw Error(ErrorKind::kConfig, "the remote region does not fit the peer's NICs: it names group " +
-                                            std::to_string(piece.dst->group) + " with " +
-                                            std::to_string(piece.dst->rails.size()) + " rails");
-    if (token.unit_bytes > group(index).max_write_bytes())
-        throw Error(ErrorKind::kConfig,
-                    "unit_bytes=" + std::to_string(token.unit_bytes) + " is above the largest write of " +
-                        std::to_string(group(index).max_write_bytes()) + " bytes, and writes are split at units");
+        throw Error(ErrorKind::kConfig, "all source regions of a submission must belong to one group");
+    check_remote(peer, *piece.dst);
+    const auto largest = group(index).sender().max_write_bytes();
+    if (token.unit_bytes > largest)
+        throw Error(ErrorKind::kConfig, "unit_bytes=" + std::to_string(token.unit_bytes) +
+                                            " is above the largest write of " + std::to_string(largest) +
+                                            " bytes, and writes are split at units");
     check_bounds(piece);
 }
 
-std::shared_ptr<Transfer> Engine::submit_write(const std::shared_ptr<Peer>& peer, std::vector<PagePiece> pieces,
-                                               const CounterToken& token) {
-    check_open();
-    if (peer->removed.load()) throw Error(ErrorKind::kClosed, "the peer was removed");
+namespace {
+
+void check_token(const CounterToken& token) {
     if (token.slot >= kUserSlot || token.generation >= kNumGenerations)
         throw Error(ErrorKind::kConfig, "counter token out of range: slot " + std::to_string(token.slot) + " (limit " +
                                             std::to_string(kUserSlot - 1) + "), generation " +
                                             std::to_string(token.generation) + " (limit " +
                                             std::to_string(kNumGenerations - 1) + ")");
-    const auto index = pieces.empty() ? 0 : pieces[0].src->group;
-    for (const auto& piece : pieces) check_piece(*peer, piece, index, token);
+}
+
+std::uint64_t total_bytes(const std::vector<PagePiece>& pieces) {
+    std::uint64_t bytes = 0;
+    for (const auto& piece : pieces) bytes += piece.nbytes * piece.rows * piece.src_pages.size();
+    return bytes;
+}
+
+}  // namespace
+
+std::shared_ptr<Transfer> Engine::new_transfer(Transfer::Kind kind, const std::shared_ptr<Peer>& peer) {
+    if (peer->removed.load()) throw Error(ErrorKind::kClosed, "the peer was removed");
     auto transfer = std::make_shared<Transfer>();
     transfer->id = next_id_.fetch_add(1);
+    transfer->kind = kind;
     transfer->peer = peer;
-    transfer->pieces = std::move(pieces);
-    transfer->token = token;
-    submit_to(group(index), transfer);
     return transfer;
 }
 
-void Engine::submit_to(Group& group, const std::shared_ptr<Transfer>& transfer) {
-    std::size_t num_used = 0;
-    auto let_go = [&] {
-        for (std::size_t i = 0; i < num_used; ++i) transfer->pieces[i].src->end_use();
-    };
-    for (; num_used < transfer->pieces.size(); ++num_used) {
-        if (transfer->pieces[num_used].src->begin_use()) continue;
-        let_go();
-        throw Error(ErrorKind::kClosed, "the source region was deregistered");
+std::vector<std::shared_ptr<Transfer>> Engine::submit_writes(std::vector<Submission> submissions,
+                                                             std::int64_t deadline_ns) {
+    check_open();
+    std::uint32_t index = 0;
+    for (const auto& submission : submissions)
+        if (!submission.pieces.empty()) index = submission.pieces[0].src->group;
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (auto& submission : submissions) {
+        check_token(submission.token);
+        for (const auto& piece : submission.pieces) check_piece(*submission.peer, piece, index, submission.token);
+        auto transfer = new_transfer(Transfer::Kind::kWrite, submission.peer);
+        transfer->urgent = total_bytes(submission.pieces) <= kUrgentBytes;
+        transfer->pieces = std::move(submission.pieces);
+        transfer->token = submission.token;
+        transfer->deadline_ns = deadline_ns;
+        transfers.push_back(std::move(transfer));
     }
-    bool taken = false;
+    submit_to(group(index), transfers);
+    return transfers;
+}
+
+void Engine::submit_to(Group& group, const std::vector<std::shared_ptr<Transfer>>& transfers) {
+    std::vector<Region*> used;
+    const auto let_go = [&] {
+        for (auto* region : used) region->end_use();
+    };
+    for (const auto& transfer : transfers) {
+        for (const auto& piece : transfer->pieces) {
+            if (!piece.src->begin_use()) {
+                let_go();
+                throw Error(ErrorKind::kClosed, "the source region was deregistered");
+            }
+            used.push_back(piece.src.get());
+        }
+    }
     try {
-        taken = group.submit(transfer);
+        if (group.submit(transfers)) return;
     } catch (...) {
         let_go();
         throw;
     }
-    if (taken) return;
     let_go();
     throw Error(ErrorKind::kWouldBlock,
-                "the group has its most transfers in flight, " + std::to_string(group.max_transfers()));
+                "the group may have " + std::to_string(group.options().max_transfers) + " transfers in flight");
 }
 
 std::shared_ptr<Transfer> Engine::submit_message(const std::shared_ptr<Peer>& peer,
                                                  std::span<const std::byte> payload) {
     check_open();
-    if (peer->removed.load()) throw Error(ErrorKind::kClosed, "the peer was removed");
     if (payload.size() > kMaxMessageBytes)
         throw Error(ErrorKind::kConfig, "a message of " + std::to_string(payload.size()) +
                                             " bytes is above the limit of " + std::to_string(kMaxMessageBytes));
-    auto transfer = std::make_shared<Transfer>();
-    transfer->id = next_id_.fetch_add(1);
-    transfer->kind = Transfer::Kind::kMessage;
-    transfer->peer = peer;
+    auto transfer = new_transfer(Transfer::Kind::kMessage, peer);
     transfer->message.assign(payload.begin(), payload.end());
-    submit_to(*groups_[0], transfer);
+    submit_to(*groups_[0], {transfer});
     return transfer;
+}
+
+std::vector<std::shared_ptr<Transfer>> Engine::submit_signals(std::vector<Signal> signals, std::uint32_t index) {
+    check_open();
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (auto& signal : signals) {
+        check_token(signal.token);
+        check_remote(*signal.peer, *signal.dst);
+        auto transfer = new_transfer(Transfer::Kind::kSignal, signal.peer);
+        transfer->token = signal.token;
+        transfer->signal_dst = std::move(signal.dst);
+        transfer->signal_units = signal.units;
+        transfer->user_value = signal.user_value;
+        transfer->urgent = true;
+        transfers.push_back(std::move(transfer));
+    }
+    submit_to(group(index), transfers);
+    return transfers;
 }
 
 void Engine::cancel(Transfer& transfer) {
@@ -207,8 +274,9 @@ void Engine::arm_counter(std::uint32_t index, const CounterToken& token, std::ui
 void Engine::close(std::int64_t drain_ns) {
     if (in_child()) return;
     closed_.store(true);
-    // A NIC must not be closed under a registration: those that had begun end first, later ones see `closed_`.
-    std::unique_lock(registering_).unlock();
+    {
+        std::unique_lock wait(registering_);  // a NIC must not be closed under a registration
+    }
     // All groups drain at the same time.
     for (auto& group : groups_) group->begin_close(drain_ns);
     for (auto& group : groups_) group->close();

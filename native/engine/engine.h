@@ -3,12 +3,10 @@
 // Owns:     the groups with their NICs and threads. Regions keep their registrations until close().
 // Threads:  every call from any thread.
 // Blocking: close(), bounded by its drain time; events().take() for its timeout.
-// Fork:     refused in the child, harmless to the parent.
 // Failure:  calls throw Error before anything is posted; submit() throws kWouldBlock when the group is full; whatever
 //           was accepted ends in exactly one event.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -48,10 +46,25 @@ class Engine {
     std::shared_ptr<Peer> add_peer(const EngineAddress& address, bool monitor);
     void remove_peer(const std::shared_ptr<Peer>& peer);
 
-    // Checks everything, then hands the transfer to its group. The id is in the event that ends it.
-    std::shared_ptr<Transfer> submit_write(const std::shared_ptr<Peer>& peer, std::vector<PagePiece> pieces,
-                                           const CounterToken& token);
+    struct Submission {
+        std::shared_ptr<Peer> peer;
+        std::vector<PagePiece> pieces;
+        CounterToken token;
+    };
+    // Checks everything, then hands the transfers to the group of their source regions: all or none. Each one's id is
+    // in the event that ends it. `deadline_ns` is on now_ns()'s clock; 0: none.
+    std::vector<std::shared_ptr<Transfer>> submit_writes(std::vector<Submission> submissions, std::int64_t deadline_ns);
     std::shared_ptr<Transfer> submit_message(const std::shared_ptr<Peer>& peer, std::span<const std::byte> payload);
+    // Immediates without data: `units` for a counter, or, with no token, the bits of a user event. `dst` is any region
+    // of the peer; nothing is written into it.
+    struct Signal {
+        std::shared_ptr<Peer> peer;
+        std::shared_ptr<const RemoteRegion> dst;
+        CounterToken token;
+        std::uint64_t units;
+        std::uint32_t user_value;
+    };
+    std::vector<std::shared_ptr<Transfer>> submit_signals(std::vector<Signal> signals, std::uint32_t group);
     void cancel(Transfer& transfer);
 
     CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);
@@ -62,7 +75,9 @@ class Engine {
 
   private:
     void check_open() const;
-    void submit_to(Group& group, const std::shared_ptr<Transfer>& transfer);
+    void submit_to(Group& group, const std::vector<std::shared_ptr<Transfer>>& transfers);
+    std::shared_ptr<Transfer> new_transfer(Transfer::Kind kind, const std::shared_ptr<Peer>& peer);
+    void check_remote(const Peer& peer, const RemoteRegion& region) const;
     void check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t group, const CounterToken& token);
 
     EngineAddress address_;

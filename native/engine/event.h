@@ -12,11 +12,12 @@
 
 #include "base/event_fd.h"
 #include "engine/counters.h"
-#include "engine/region.h"
+#include "engine/transfer.h"
 
 namespace fkv {
 
-enum class Outcome : std::uint8_t { kOk, kFailed, kCancelled, kClosed };
+// kExpired: its deadline passed before everything was posted.
+enum class Outcome : std::uint8_t { kOk, kFailed, kCancelled, kClosed, kExpired };
 
 struct Event {
     enum Kind : std::uint8_t {
@@ -26,6 +27,7 @@ struct Event {
         kUser,      // group, id (the 15 bits)
         kPeerLost,  // peer, error.text
         kFault,     // error: a rail or the progress thread failed
+        kStalled,   // error: a rail with work in flight has completed nothing for a while; id: ns, bytes: outstanding
     };
     Kind kind{};
     Outcome outcome{};
@@ -39,6 +41,8 @@ struct Event {
     Epoch peer{};
     std::vector<std::byte> payload;
     OpError error;
+    std::vector<PageRange> failed_pages;
+    PageRange unposted;
 };
 
 class EventQueue {

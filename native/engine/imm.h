@@ -32,4 +32,12 @@ constexpr Imm unpack(std::uint32_t word) {
     return {word >> (kGenerationBits + kWeightBits), (word >> kWeightBits) & (kNumGenerations - 1), word & kMaxWeight};
 }
 
+constexpr unsigned kUserBits = kGenerationBits + kWeightBits;
+
+constexpr std::uint32_t pack_user(std::uint32_t value) {
+    return kUserSlot << kUserBits | (value & ((1u << kUserBits) - 1));
+}
+
+constexpr std::uint32_t unpack_user(std::uint32_t word) { return word & ((1u << kUserBits) - 1); }
+
 }  // namespace fkv

@@ -73,36 +73,57 @@ void PageCursor::advance() {
     }
 }
 
+void PageCursor::next_part(PlannedWrite& out) {
+    const auto left = block_end_ - within_;
+    const auto room =
+        std::min(out.piece->src->segments.room_at(out.src_offset), out.piece->dst->segments.room_at(out.dst_offset));
+    out.nbytes = std::min(left, room);
+    const bool last = out.nbytes == left;
+    out.units = last ? block_units_ : 0;
+    out.after_plain = last && block_cut_;
+    block_cut_ = !last;
+    within_ += out.nbytes;
+    if (!last) return;
+    block_end_ = 0;
+    if (within_ == out.piece->nbytes) {
+        within_ = 0;
+        advance();
+    }
+}
+
 bool PageCursor::next(PlannedWrite& out) {
     std::uint64_t src = 0, dst = 0;
     if (!at_fragment(src, dst)) return false;
     const auto& piece = pieces_[piece_];
+    out = {&piece, src + within_, dst + within_, 0, 0, false, page_, 1};
     const auto unit = limits_.unit_bytes;
+    auto room = std::min(piece.src->segments.room_at(out.src_offset), piece.dst->segments.room_at(out.dst_offset));
     // The most that one write may carry, in whole units.
     const auto most_units = std::min(limits_.max_bytes / unit, limits_.max_units);
-    out = {&piece, src + within_, dst + within_, 0, 0};
+    const auto units_of = [unit](std::uint64_t nbytes) { return nbytes / unit + (nbytes % unit != 0); };
 
-    if (within_ > 0 || (piece.nbytes + unit - 1) / unit > most_units) {
-        // One fragment is too large for a write: cut at a multiple of the unit, so that the units still add up.
+    if (block_end_ == 0 && (within_ > 0 || units_of(piece.nbytes) > most_units || piece.nbytes > room)) {
+        // One fragment that is too large for a write, or cut by a border: the next block of it ends at a multiple of
+        // the unit, so that the units still add up.
         const auto left = piece.nbytes - within_;
-        const auto left_units = (left + unit - 1) / unit;
-        out.units = std::min(left_units, most_units);
-        out.nbytes = out.units == left_units ? left : out.units * unit;
-        within_ += out.nbytes;
-        if (within_ == piece.nbytes) {
-            within_ = 0;
-            advance();
-        }
+        block_units_ = std::min(units_of(left), most_units);
+        block_end_ = block_units_ == units_of(left) ? piece.nbytes : within_ + block_units_ * unit;
+        block_cut_ = false;
+    }
+    if (block_end_ != 0) {
+        next_part(out);
         return true;
     }
-    const auto fragment_units = (piece.nbytes + unit - 1) / unit;
+    room = std::min(room, limits_.max_bytes);
+    const auto fragment_units = units_of(piece.nbytes);
     do {
         out.nbytes += piece.nbytes;
         out.units += fragment_units;
+        out.num_pages = page_ - out.first_page + 1;
         advance();
         if (!at_fragment(src, dst) || &pieces_[piece_] != &piece) break;
     } while (src == out.src_offset + out.nbytes && dst == out.dst_offset + out.nbytes &&
-             out.nbytes + piece.nbytes <= limits_.max_bytes && out.units + fragment_units <= limits_.max_units);
+             out.nbytes + piece.nbytes <= room && out.units + fragment_units <= limits_.max_units);
     return true;
 }
 

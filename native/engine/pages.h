@@ -43,11 +43,17 @@ struct PlannedWrite {
     std::uint64_t src_offset;
     std::uint64_t dst_offset;
     std::uint64_t nbytes;
-    std::uint64_t units;
+    std::uint64_t units;       // 0: a part that a later write answers for
+    bool after_plain;          // to be posted only when every such part has been delivered
+    std::uint64_t first_page;  // index into the piece's page lists
+    std::uint64_t num_pages;
 };
 
 // Walks the pieces in order and yields one write per run of fragments that are neighbours on both sides. The units of
 // all writes add up to the sum of ceil(nbytes / unit) over all fragments, however they were merged and split.
+//
+// No write crosses a border between registrations. A unit that such a border cuts cannot be counted in parts: its first
+// parts are yielded with 0 units, its last one carries the units and must be posted after the others are delivered.
 class PageCursor {
   public:
     PageCursor() = default;
@@ -58,6 +64,7 @@ class PageCursor {
   private:
     bool at_fragment(std::uint64_t& src, std::uint64_t& dst);
     void advance();
+    void next_part(PlannedWrite& out);
 
     std::span<const PagePiece> pieces_;
     WriteLimits limits_{};
@@ -65,6 +72,10 @@ class PageCursor {
     std::size_t page_ = 0;
     std::uint64_t row_ = 0;
     std::uint64_t within_ = 0;  // bytes of the present fragment that are planned already
+    // A block of whole units (or a fragment's end) that is being yielded in parts; see next_part().
+    std::uint64_t block_end_ = 0;  // offset in the fragment; 0: no block
+    std::uint64_t block_units_ = 0;
+    bool block_cut_ = false;
 };
 
 }  // namespace fkv

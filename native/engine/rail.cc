@@ -31,7 +31,7 @@ Rail::~Rail() {
     frames_mr_.reset();
 }
 
-Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes) {
+Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns) {
     const bool wants_frame = kind != Op::Kind::kWrite;
     if (link.ops_in_flight >= num_free_ops()) return nullptr;
     if (wants_frame && link.frames_in_flight >= free_frames_.size()) return nullptr;
@@ -43,12 +43,14 @@ Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint
         ++link.frames_in_flight;
     }
     ++link.ops_in_flight;
+    link.bytes_in_flight += nbytes;
     op->kind = kind;
     op->link = &link;
     op->transfer = transfer;
     op->nbytes = nbytes;
+    op->posted_ns = now_ns;
     outstanding_bytes += nbytes;
-    if (outstanding_ops++ == 0) busy_since_ns_ = now_ns();
+    if (outstanding_ops++ == 0) busy_since_ns_ = last_progress_ns = now_ns;
     return op;
 }
 
@@ -58,15 +60,18 @@ void Rail::free_op(Op* op) {
         --op->link->frames_in_flight;
     }
     --op->link->ops_in_flight;
+    op->link->bytes_in_flight -= op->nbytes;
     op->frame = nullptr;
     op->transfer = nullptr;
     op->link = nullptr;
     op->keep.reset();
+    op->plain = false;
+    op->pages = {};
     op->kind = Op::Kind::kFree;
     op->next_free = free_ops_;
     free_ops_ = op;
     outstanding_bytes -= op->nbytes;
-    if (--outstanding_ops == 0) RailStats::add(stats.busy_ns, now_ns() - busy_since_ns_);
+    if (--outstanding_ops == 0) stats.busy_ns.add(static_cast<std::uint64_t>(now_ns() - busy_since_ns_));
 }
 
 PostResult Rail::post_frame(Op* op) {

@@ -4,7 +4,6 @@
 // Threads:  the group's progress thread only, except the figures, which anyone may read.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -19,22 +18,15 @@ struct Op {
     enum class Kind : std::uint8_t { kFree, kWrite, kMessage, kPing, kRecv };
     OpContext context;
     Kind kind = Kind::kFree;
+    bool plain = false;  // see PlannedWrite::units
     Transfer* transfer = nullptr;
     Peer::Link* link = nullptr;  // where it goes; a transfer keeps its peer alive
     std::shared_ptr<Peer> keep;  // kPing: nobody else does
     std::byte* frame = nullptr;  // kMessage, kPing and kRecv: the frame buffer in use
     std::uint64_t nbytes = 0;
+    std::int64_t posted_ns = 0;
+    PageRange pages;
     Op* next_free = nullptr;
-};
-
-struct RailStats {
-    std::atomic<std::uint64_t> ops{0}, bytes{0}, completions{0}, again{0}, errors{0}, imms{0}, messages{0};
-    std::atomic<std::uint64_t> busy_ns{0};  // with at least one operation in flight
-
-    // Written by one thread: a plain load and store is enough and costs no locked instruction.
-    static void add(std::atomic<std::uint64_t>& value, std::uint64_t n) {
-        value.store(value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
-    }
 };
 
 class Rail {
@@ -49,7 +41,7 @@ class Rail {
     //
     // The share is as many as are free, so a peer that takes nothing never has them all: pings and messages to the
     // others go on. One peer alone gets half.
-    Op* take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes);
+    Op* take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns);
     void free_op(Op* op);
     PostResult post_frame(Op* op);
 
@@ -67,15 +59,18 @@ class Rail {
             if (op.kind != Op::Kind::kFree) fn(op);
     }
 
+    // A registered address for operations without data.
+    const std::byte* no_data() const { return frames_.data(); }
+    void* frames_desc() const { return frames_mr_ ? frames_mr_->local_desc() : nullptr; }
     std::size_t num_free_ops() const { return ops_.size() - outstanding_ops; }
 
     std::uint64_t outstanding_bytes = 0;
     std::uint32_t outstanding_ops = 0;
+    std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
+    bool stalled = false;               // reported, until the next completion
     RailStats stats;
 
   private:
-    void* frames_desc() const { return frames_mr_ ? frames_mr_->local_desc() : nullptr; }
-
     std::unique_ptr<Nic> nic_;
     std::vector<std::byte> frames_;  // receive frames first, then send frames
     std::unique_ptr<MemoryHandle> frames_mr_;

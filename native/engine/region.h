@@ -1,6 +1,10 @@
 // Registered memory on this side and what a peer knows of memory on the other.
+//
+// A region may consist of several registrations (a NIC's limit, or memory made of several allocations). Their borders
+// are the same on every rail; a write never crosses one.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -16,19 +20,52 @@ namespace fkv {
 // Identity of one life of an engine: a restarted process is another peer.
 using Epoch = std::array<std::byte, 16>;
 
+// Where the parts of a region end, ascending; the last end is the region's length.
+class Segments {
+  public:
+    Segments() = default;
+    explicit Segments(std::vector<std::uint64_t> ends) : ends_(std::move(ends)) {}
+
+    // Cuts `nbytes` every `most_bytes`.
+    static Segments of(std::uint64_t nbytes, std::uint64_t most_bytes) {
+        std::vector<std::uint64_t> ends;
+        for (std::uint64_t end = 0; end < nbytes;) ends.push_back(end += std::min(most_bytes, nbytes - end));
+        return Segments(std::move(ends));
+    }
+
+    std::size_t size() const { return ends_.size(); }
+    const std::vector<std::uint64_t>& ends() const { return ends_; }
+    std::uint64_t begin_of(std::size_t index) const { return index == 0 ? 0 : ends_[index - 1]; }
+
+    std::size_t index_of(std::uint64_t offset) const {
+        if (ends_.size() == 1) return 0;
+        return static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), offset) - ends_.begin());
+    }
+    // Bytes from `offset` to the end of its segment.
+    std::uint64_t room_at(std::uint64_t offset) const { return ends_[index_of(offset)] - offset; }
+
+  private:
+    std::vector<std::uint64_t> ends_;
+};
+
 // A registration on every rail of a group. The memory is the caller's and must outlive this object.
 struct Region {
     Region() = default;
+    Region(const Region&) = delete;
+    Region& operator=(const Region&) = delete;
     ~Region() {
         // The kernel's side of a registration is shared with the parent: a child must leave it alone.
-        if (fork_.in_child())
-            for (auto& rail : rails) (void)rail.release();
+        if (!fork_.in_child()) return;
+        for (auto& rail : rails)
+            for (auto& handle : rail) static_cast<void>(handle.release());
     }
 
-    std::byte* base;
-    std::uint64_t nbytes;
-    std::uint32_t group;
-    std::vector<std::unique_ptr<MemoryHandle>> rails;  // emptied by Engine::close(), after the endpoints
+    std::byte* base = nullptr;
+    std::uint64_t nbytes = 0;
+    std::uint32_t group = 0;
+    Segments segments;
+    // [rail][segment]; emptied by deregistration and by Engine::close(), after the endpoints.
+    std::vector<std::vector<std::unique_ptr<MemoryHandle>>> rails;
 
     // Pieces of transfers in flight read it; once dropped nobody can begin to. Any thread.
     bool begin_use() {
@@ -51,16 +88,17 @@ struct Region {
     ForkGuard fork_;
 };
 
-struct RemoteRail {
+struct RemoteSegment {
     std::uint64_t base;
     std::uint64_t rkey;
 };
 
 struct RemoteRegion {
-    Epoch epoch;
-    std::uint32_t group;
-    std::uint64_t nbytes;
-    std::vector<RemoteRail> rails;  // indexed by the receiver's rail
+    Epoch epoch{};
+    std::uint32_t group = 0;
+    std::uint64_t nbytes = 0;
+    Segments segments;
+    std::vector<std::vector<RemoteSegment>> rails;  // [the receiver's rail][segment]
 };
 
 }  // namespace fkv

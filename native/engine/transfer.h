@@ -10,37 +10,35 @@
 
 #include "engine/counters.h"
 #include "engine/pages.h"
+#include "engine/peer.h"
 
 namespace fkv {
 
-// Where a peer can be reached: for each of its groups the addresses of its rails.
-struct Peer {
-    Epoch epoch{};
-    std::vector<std::vector<std::vector<std::byte>>> groups;  // [group][rail] -> address bytes
-
-    // Handles in the address tables of our rails: [local group][remote group][pair]; each local group's entry belongs
-    // to that group's progress thread and is filled at the first use.
-    struct Link {
-        std::uint32_t local_rail;
-        std::uint32_t remote_rail;
-        PeerAddress address;
-        std::uint32_t ops_in_flight = 0;  // writes and frames, of one rail's
-        std::uint32_t frames_in_flight = 0;
-    };
-    std::vector<std::vector<std::vector<Link>>> links;
-
-    std::atomic<bool> removed{false};
+// Pages that an operation stood for, to say which ones failed.
+struct PageRange {
+    std::uint32_t piece = 0;
+    std::uint64_t first = 0;
+    std::uint64_t count = 0;
 };
 
 struct Transfer {
-    enum class Kind : std::uint8_t { kWrite, kMessage };
+    enum class Kind : std::uint8_t {
+        kWrite,
+        kMessage,
+        kSignal,  // immediates without data
+    };
 
     std::uint64_t id = 0;
     Kind kind = Kind::kWrite;
     std::shared_ptr<Peer> peer;
     std::vector<PagePiece> pieces;
     CounterToken token;
-    std::vector<std::byte> message;  // kMessage: what to send, cut into frames while posting
+    std::vector<std::byte> message;                  // kMessage: what to send, cut into frames while posting
+    std::shared_ptr<const RemoteRegion> signal_dst;  // kSignal: a region at the peer; nothing is written there
+    std::uint64_t signal_units = 0;                  // kSignal: units left to post, or with no token ...
+    std::uint32_t user_value = 0;                    // ... the bits of a user event
+    std::int64_t deadline_ns = 0;                    // 0: none
+    bool urgent = false;                             // small: goes before bulk
 
     std::atomic<bool> cancelled{false};
 
@@ -52,10 +50,13 @@ struct Transfer {
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be
     bool failed = false;
+    bool expired = false;  // its deadline passed before everything was posted and retired
     std::uint32_t outstanding = 0;
-    std::size_t live_index = 0;  // in the group's list of transfers
+    std::uint32_t outstanding_plain = 0;  // writes without an immediate that a later immediate answers for
+    std::size_t live_index = 0;           // in the sender's list of transfers
     std::uint64_t bytes_done = 0;
     OpError error;
+    std::vector<PageRange> failed_pages;
 };
 
 }  // namespace fkv

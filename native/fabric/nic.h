@@ -38,7 +38,8 @@ struct NicInfo {
     bool endpoint_mr;        // registrations are bound to the endpoint
     bool ordered_writes;     // write-after-write order is granted on both sides
     bool imm_uses_recv;      // every immediate uses up a posted receive
-    bool wait_fd;            // the completion queue has a file descriptor to sleep on
+    std::uint64_t max_mr_bytes = ~std::uint64_t{0};  // largest registration
+    bool wait_fd;                                    // the completion queue has a file descriptor to sleep on
 };
 
 // First member of whatever a caller passes as context: providers scribble in it until completion (FI_CONTEXT2).
@@ -73,6 +74,7 @@ struct WriteOp {
     bool has_imm;
     std::uint32_t imm;
     OpContext* context;
+    bool delivered = false;  // complete only when the data is in the target's memory (FI_DELIVERY_COMPLETE)
 };
 
 struct MessageOp {  // send: reads buffer; recv: writes it (peer is ignored)

@@ -214,6 +214,10 @@ PostResult FakeNic::post(Op op, PeerAddress peer, void* local_desc) {
     op.back.due = world_->clock + world_->below(3 * nic.profile.max_delay + 1);
     op.early = (op.view.kind == OpKind::kSend || world_->is_ordered(op)) && world_->percent(nic.profile.early_percent);
     op.back_after = static_cast<Step>(static_cast<std::uint64_t>(Step::kArrive) + world_->below(4));
+    if (op.delivered) {
+        op.early = false;
+        op.back_after = std::max(op.back_after, Step::kLandLast);
+    }
     ++nic.tx_used;
     // A target that sleeps has to poll for this operation where software moves the data.
     if (auto& dst = world_->nics[op.view.dst]; dst.bell && !dst.closed) dst.bell->ring();
@@ -228,6 +232,7 @@ PostResult FakeNic::post_write(const WriteOp& op) {
     posted.source = static_cast<const std::byte*>(op.src);
     posted.rkey = op.rkey;
     posted.context = op.context;
+    posted.delivered = op.delivered;
     return post(std::move(posted), op.peer, op.local_desc);
 }
 

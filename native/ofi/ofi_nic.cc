@@ -286,6 +286,14 @@ PostResult OfiNic::posted(const char* op, ssize_t rc) {
 }
 
 PostResult OfiNic::post_write(const WriteOp& op) {
+    if (op.delivered) {
+        const iovec local{const_cast<void*>(op.src), op.nbytes};
+        const fi_rma_iov remote{op.dst, op.nbytes, op.rkey};
+        void* desc = op.local_desc;
+        fi_msg_rma message{&local, &desc, 1, op.peer, &remote, 1, op.context, op.imm};
+        const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | (op.has_imm ? FI_REMOTE_CQ_DATA : 0);
+        return posted("write", fi_writemsg(endpoint_.get(), &message, flags));
+    }
     if (op.has_imm)
         return posted("write", fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst,
                                             op.rkey, op.context));

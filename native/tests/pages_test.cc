@@ -13,15 +13,20 @@ namespace {
 
 constexpr std::uint64_t kHuge = std::uint64_t{1} << 62;
 
-std::shared_ptr<Region> region_of(std::uint64_t nbytes) {
+// Both in one segment, or in segments that end at `ends` and then at the region's end.
+std::shared_ptr<Region> region_of(std::uint64_t nbytes, std::vector<std::uint64_t> ends = {}) {
     auto region = std::make_shared<Region>();
     region->nbytes = nbytes;
+    ends.push_back(nbytes);
+    region->segments = Segments(std::move(ends));
     return region;
 }
 
-std::shared_ptr<RemoteRegion> remote_of(std::uint64_t nbytes) {
+std::shared_ptr<RemoteRegion> remote_of(std::uint64_t nbytes, std::vector<std::uint64_t> ends = {}) {
     auto region = std::make_shared<RemoteRegion>();
     region->nbytes = nbytes;
+    ends.push_back(nbytes);
+    region->segments = Segments(std::move(ends));
     return region;
 }
 
@@ -87,13 +92,18 @@ void check_against_oracle(std::span<const PagePiece> pieces, WriteLimits limits)
     const auto writes = plan(pieces, limits);
     const auto ceil_units = [&](std::uint64_t n) { return (n + limits.unit_bytes - 1) / limits.unit_bytes; };
     std::size_t at = 0;
-    std::uint64_t within = 0, total = 0, expected_total = 0;
+    std::uint64_t within = 0, total = 0, expected_total = 0, block_begin = 0;
+    bool after_plain = false;
     for (const auto& f : fragments) expected_total += ceil_units(f.nbytes);
     for (const auto& w : writes) {
         ASSERT_GT(w.nbytes, 0u);
         ASSERT_LE(w.nbytes, limits.max_bytes);
-        ASSERT_GT(w.units, 0u);
         ASSERT_LE(w.units, limits.max_units);
+        ASSERT_LE(w.nbytes, w.piece->src->segments.room_at(w.src_offset)) << "crosses a border of the source";
+        ASSERT_LE(w.nbytes, w.piece->dst->segments.room_at(w.dst_offset)) << "crosses a border of the destination";
+        ASSERT_EQ(w.after_plain, after_plain && w.units > 0) << "must wait for the parts that it answers for";
+        if (!after_plain) block_begin = within;
+        ASSERT_EQ(block_begin % limits.unit_bytes, 0u) << "cut inside a unit";
         std::uint64_t units = 0;
         for (std::uint64_t done = 0; done < w.nbytes;) {
             ASSERT_LT(at, fragments.size()) << "more bytes than there are";
@@ -101,19 +111,23 @@ void check_against_oracle(std::span<const PagePiece> pieces, WriteLimits limits)
             ASSERT_EQ(w.piece, f.piece);
             ASSERT_EQ(w.src_offset + done, f.src + within);
             ASSERT_EQ(w.dst_offset + done, f.dst + within);
-            ASSERT_EQ(within % limits.unit_bytes, 0u) << "cut inside a unit";
             const auto part = std::min(w.nbytes - done, f.nbytes - within);
-            units += ceil_units(part);
             done += part;
             within += part;
+            units += ceil_units(within - block_begin);
             if (within == f.nbytes) {
                 ++at;
                 within = 0;
+                block_begin = 0;
             }
         }
-        ASSERT_EQ(w.units, units);
+        after_plain = w.units == 0;
+        if (w.units > 0) {
+            ASSERT_EQ(w.units, units);
+        }
         total += w.units;
     }
+    ASSERT_FALSE(after_plain) << "the last parts are never counted";
     ASSERT_EQ(at, fragments.size()) << "bytes are missing";
     ASSERT_EQ(within, 0u);
     ASSERT_EQ(total, expected_total);
@@ -178,6 +192,34 @@ TEST(Pages, odd_pages_round_up_one_by_one_even_when_merged) {
     ASSERT_EQ(writes.size(), 1u);
     EXPECT_EQ(writes[0].nbytes, 15000u);
     EXPECT_EQ(writes[0].units, 6u);
+}
+
+TEST(Pages, a_page_across_a_border_is_cut_and_its_last_part_carries_the_units) {
+    auto piece = piece_of(4096, {0, 1, 2}, {0, 1, 2});
+    piece.dst = remote_of(3 * 4096, {5000});
+    const auto writes = plan(piece, {1 << 20, 4096, 1023});
+    ASSERT_EQ(writes.size(), 4u);
+    EXPECT_EQ(writes[0].nbytes, 4096u);
+    EXPECT_EQ(writes[1].nbytes, 904u);
+    EXPECT_EQ(writes[1].units, 0u);
+    EXPECT_FALSE(writes[1].after_plain);
+    EXPECT_EQ(writes[2].nbytes, 4096u - 904);
+    EXPECT_EQ(writes[2].units, 1u);
+    EXPECT_TRUE(writes[2].after_plain);
+    EXPECT_EQ(writes[3].nbytes, 4096u);
+    EXPECT_FALSE(writes[3].after_plain);
+}
+
+TEST(Pages, writes_say_which_pages_they_stand_for) {
+    auto piece = piece_of(4096, {5, 6, 9}, {5, 6, 9});
+    piece.src = region_of(64 * 4096, {9 * 4096 + 1});
+    const auto writes = plan(piece, {1 << 20, 4096, 1023});
+    ASSERT_EQ(writes.size(), 3u);
+    EXPECT_EQ(writes[0].first_page, 0u);
+    EXPECT_EQ(writes[0].num_pages, 2u);
+    EXPECT_EQ(writes[1].first_page, 2u);
+    EXPECT_EQ(writes[2].first_page, 2u);
+    EXPECT_EQ(writes[2].num_pages, 1u);
 }
 
 TEST(Pages, nothing_to_do_is_no_write) {
@@ -252,9 +294,19 @@ class RandomPages : public ::testing::Test {
         const auto count = below(20);
         p.src_pages = pages(count);
         p.dst_pages = below(2) ? p.src_pages : pages(count);
-        p.src = region_of(kHuge);
-        p.dst = remote_of(kHuge);
+        p.src = region_of(kHuge, ends());
+        p.dst = remote_of(kHuge, ends());
         return p;
+    }
+
+    // Borders between registrations; often none, often where the pages are.
+    std::vector<std::uint64_t> ends() {
+        std::vector<std::uint64_t> out;
+        if (below(2)) return out;
+        for (auto n = below(200); n > 0; --n) out.push_back(1 + below(below(2) ? 1 << 20 : std::uint64_t{1} << 40));
+        std::sort(out.begin(), out.end());
+        out.erase(std::unique(out.begin(), out.end()), out.end());
+        return out;
     }
 
     WriteLimits limits() {

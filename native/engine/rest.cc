@@ -1,0 +1,79 @@
+#include "engine/rest.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "base/clock.h"
+
+namespace fkv {
+namespace {
+
+constexpr std::int64_t kSpinNs = 20 * kMicrosecond;
+constexpr std::int64_t kYieldNs = 50 * kMicrosecond;
+constexpr std::int64_t kYieldOutstandingNs = 200 * kMicrosecond;
+constexpr std::int64_t kRetryNs = 100 * kMicrosecond;  // posts that were refused, although no descriptor says so
+constexpr std::int64_t kShortNapNs = 50 * kMicrosecond;
+constexpr std::int64_t kLongNapNs = kMillisecond;
+constexpr std::int64_t kDistrustedNapNs = 200 * kMicrosecond;
+constexpr int kMaxIdleWakes = 16;
+
+}  // namespace
+
+std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
+    if (situation.worked) {
+        last_work_ns_ = now;
+        idle_wakes_ = 0;
+        return -1;
+    }
+    if (spin_) return -1;
+    const auto idle_ns = now - last_work_ns_;
+    if (idle_ns < kSpinNs) return -1;
+    if (idle_ns < (situation.outstanding ? kYieldOutstandingNs : kYieldNs)) return 0;
+    std::int64_t timeout_ns;
+    const bool descriptors =
+        std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->info().wait_fd; });
+    if (situation.queued)
+        // At first soon: a queue that is full empties quickly, unless its peer is gone.
+        timeout_ns = idle_ns < 10 * kMillisecond ? kRetryNs : kLongNapNs;
+    else if (descriptors)
+        timeout_ns = situation.outstanding ? 5 * kMillisecond : 100 * kMillisecond;
+    else if (situation.outstanding)
+        timeout_ns = kShortNapNs;
+    else
+        // Nothing wakes us but the clock: short naps just after work, longer ones when the peers seem done.
+        timeout_ns = idle_ns < 10 * kMillisecond ? kShortNapNs : kLongNapNs;
+    if (situation.due_ns) timeout_ns = std::min(timeout_ns, situation.due_ns - now);
+    return std::max<std::int64_t>(timeout_ns, 0);
+}
+
+void Rest::yield() { std::this_thread::yield(); }
+
+bool Rest::collect() {
+    fds_.clear();
+    fds_.push_back({bell_.fd(), POLLIN, 0});
+    // A descriptor that stays readable although there is nothing to read (libfabric 1.17's "net" does that) would turn
+    // sleeping into spinning: after a few such wake-ups the clock alone decides.
+    if (idle_wakes_ > kMaxIdleWakes) return true;
+    for (auto& rail : rails_) {
+        if (!rail->info().wait_fd) continue;
+        if (!rail->nic().may_sleep()) {
+            ++idle_wakes_;
+            return false;
+        }
+        fds_.push_back({rail->nic().wait_fd(), POLLIN, 0});
+    }
+    return true;
+}
+
+void Rest::sleep(std::int64_t timeout_ns) {
+    if (idle_wakes_ > kMaxIdleWakes) timeout_ns = std::min(timeout_ns, kDistrustedNapNs);
+    const timespec timeout{timeout_ns / kSecond, timeout_ns % kSecond};
+    ::ppoll(fds_.data(), fds_.size(), &timeout, nullptr);
+    sleeps_.add(1);
+    if (std::any_of(fds_.begin() + 1, fds_.end(), [](const pollfd& fd) { return fd.revents != 0; })) ++idle_wakes_;
+    if (fds_[0].revents) bell_.clear();
+}
+
+}  // namespace fkv

@@ -1,0 +1,396 @@
+#include "engine/sender.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace fkv {
+namespace {
+
+constexpr std::size_t kPostsPerTurn = 64;          // writes that a transfer may post before the next one's turn
+constexpr std::size_t kTurnsPerRound = 16;         // transfers served between two looks at the completion queues
+constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
+constexpr std::uint64_t kMaxPeerBytes = 4 << 20;   // bulk in flight to one peer on one rail: above bandwidth x delay
+constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
+
+OpError detail_of(const Error& error) {
+    auto detail = error.op();
+    detail.text = error.what();
+    return detail;
+}
+
+std::uint64_t smallest_max_msg(const std::vector<std::unique_ptr<Rail>>& rails) {
+    std::uint64_t bytes = kMaxWriteBytes;
+    for (const auto& rail : rails) bytes = std::min(bytes, rail->info().max_msg_bytes);
+    return bytes;
+}
+
+}  // namespace
+
+Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails,
+               std::size_t max_transfers, EventQueue& events)
+    : group_(group),
+      epoch_(epoch),
+      rails_(rails),
+      max_transfers_(max_transfers),
+      max_write_bytes_(smallest_max_msg(rails)),
+      events_(events) {}
+
+bool Sender::reserve(std::size_t n) {
+    if (in_flight_.fetch_add(n) + n <= max_transfers_) return true;
+    in_flight_.fetch_sub(n);
+    return false;
+}
+
+void Sender::add(std::shared_ptr<Transfer> transfer) {
+    auto& t = *transfer;
+    t.live_index = live_.size();
+    live_.push_back(std::move(transfer));
+    if (t.deadline_ns) ++num_deadlines_;
+    if (t.kind == Transfer::Kind::kWrite) {
+        const bool counted = t.token.unit_bytes > 0;
+        t.cursor = PageCursor(
+            t.pieces, {max_write_bytes_, counted ? t.token.unit_bytes : 1, counted ? kMaxWeight : ~std::uint64_t{0}});
+    }
+    (t.kind == Transfer::Kind::kMessage ? messages_ : t.urgent ? urgent_ : bulk_).push_back(&t);
+}
+
+// -- posting ---------------------------------------------------------------------------------------------------------
+
+bool Sender::post(std::int64_t now) {
+    bool worked = post_messages(now);
+    worked |= post_turns(urgent_, now);
+    worked |= post_turns(bulk_, now);
+    return worked;
+}
+
+bool Sender::must_stop(Transfer& transfer) {
+    if (transfer.peer->removed.load(std::memory_order_relaxed))
+        fail(transfer, {0, 0, "post", "", "", "the peer was removed"});
+    return transfer.failed || transfer.expired || transfer.cancelled.load(std::memory_order_relaxed);
+}
+
+bool Sender::post_messages(std::int64_t now) {
+    bool worked = false;
+    // A peer that takes nothing must not hold up messages to the others: each gets one try per round.
+    for (std::size_t n = std::min(messages_.size(), kTurnsPerRound); n > 0; --n) {
+        auto* t = messages_.front();
+        messages_.pop_front();
+        if (!must_stop(*t) && post_message(*t, now) == PostResult::kAgain) {
+            messages_.push_back(t);
+            continue;
+        }
+        worked = true;
+        stop_posting(*t);
+    }
+    return worked;
+}
+
+bool Sender::post_turns(Queue& queue, std::int64_t now) {
+    bool worked = false;
+    for (std::size_t turn = std::min(queue.size(), kTurnsPerRound); turn > 0; --turn) {
+        auto* t = queue.front();
+        queue.pop_front();
+        const auto outstanding = t->outstanding;
+        const bool stopped = must_stop(*t) || post_some(*t, now) == PostResult::kFailed || t->all_posted;
+        worked |= stopped || t->outstanding != outstanding;
+        if (stopped)
+            stop_posting(*t);
+        else
+            queue.push_back(t);
+    }
+    return worked;
+}
+
+PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
+    if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
+    for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
+        if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
+            transfer.all_posted = true;
+            return PostResult::kOk;
+        }
+        transfer.has_planned = true;
+        if (const auto result = post_planned(transfer, now); result != PostResult::kOk) return result;
+        transfer.has_planned = false;
+    }
+    return PostResult::kOk;
+}
+
+std::vector<Peer::Link>& Sender::links_to(Peer& peer, std::uint32_t remote_group) {
+    auto& side = *peer.sides[group_];
+    auto& links = side.links[remote_group];
+    if (!links.empty()) return links;
+    const auto& remote = peer.groups[remote_group];
+    const auto num_local = rails_.size(), num_remote = remote.size();
+    std::vector<Peer::Link> made;
+    // Peers differ where they begin, so that transfers of one write each do not all meet on the first rail.
+    const auto offset = static_cast<std::size_t>(peer.epoch[0]);
+    for (std::size_t k = 0; k < std::max(num_local, num_remote); ++k) {
+        const auto local = (k + offset) % num_local, other = (k + offset) % num_remote;
+        made.push_back({.local_rail = static_cast<std::uint32_t>(local),
+                        .remote_rail = static_cast<std::uint32_t>(other),
+                        .address = rails_[local]->nic().insert_peer(remote[other]),
+                        .stats = &side.stats});
+    }
+    links = std::move(made);
+    return links;
+}
+
+PostResult Sender::post_planned(Transfer& transfer, std::int64_t now) {
+    if (transfer.planned.after_plain && transfer.token.unit_bytes > 0 && transfer.outstanding_plain > 0)
+        return PostResult::kAgain;
+    try {
+        auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
+        if (links.size() == 1) return post_write_on(transfer, links[0], now);
+        // The pair with the fewest bytes in flight takes it; if that one is full, the next one.
+        std::array<Peer::Link*, kMaxLinks> order;
+        const auto count = std::min(links.size(), order.size());
+        for (std::size_t i = 0; i < count; ++i) order[i] = &links[i];
+        std::stable_sort(order.begin(), order.begin() + count, [&](const auto* a, const auto* b) {
+            const auto left = rails_[a->local_rail]->outstanding_bytes,
+                       right = rails_[b->local_rail]->outstanding_bytes;
+            return left != right ? left < right : a->bytes_in_flight < b->bytes_in_flight;
+        });
+        for (std::size_t i = 0; i < count; ++i)
+            if (const auto result = post_write_on(transfer, *order[i], now); result != PostResult::kAgain)
+                return result;
+        return PostResult::kAgain;
+    } catch (const Error& error) {  // the provider refuses the peer's address
+        fail(transfer, detail_of(error));
+        return PostResult::kFailed;
+    }
+}
+
+PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now) {
+    auto& rail = *rails_[link.local_rail];
+    const auto& planned = transfer.planned;
+    if (!transfer.urgent && link.bytes_in_flight > 0 && link.bytes_in_flight + planned.nbytes > kMaxPeerBytes)
+        return PostResult::kAgain;
+    auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, planned.nbytes, now);
+    if (!op) return PostResult::kAgain;
+    const auto& piece = *planned.piece;
+    const auto src_segment = piece.src->segments.index_of(planned.src_offset);
+    const auto dst_segment = piece.dst->segments.index_of(planned.dst_offset);
+    const auto& dst = piece.dst->rails[link.remote_rail][dst_segment];
+    const bool counted = transfer.token.unit_bytes > 0;
+    WriteOp write{};
+    write.src = piece.src->base + planned.src_offset;
+    write.local_desc = piece.src->rails[link.local_rail][src_segment]->local_desc();
+    write.nbytes = planned.nbytes;
+    write.peer = link.address;
+    write.dst = dst.base + (planned.dst_offset - piece.dst->segments.begin_of(dst_segment));
+    write.rkey = dst.rkey;
+    write.has_imm = counted && planned.units > 0;
+    write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(planned.units)});
+    write.context = &op->context;
+    write.delivered = op->plain = counted && planned.units == 0;
+    op->pages = {static_cast<std::uint32_t>(planned.piece - transfer.pieces.data()), planned.first_page,
+                 planned.num_pages};
+    return post_rma(write, op, rail, transfer);
+}
+
+PostResult Sender::post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& transfer) {
+    const auto result = rail.nic().post_write(write);
+    if (result != PostResult::kOk) {
+        rail.free_op(op);
+        if (result == PostResult::kAgain)
+            rail.stats.again.add(1);
+        else
+            fail(transfer, rail.nic().last_post_error());
+        return result;
+    }
+    ++transfer.outstanding;
+    transfer.outstanding_plain += op->plain;
+    rail.stats.ops.add(1);
+    rail.stats.bytes.add(write.nbytes);
+    op->link->stats->ops.add(1);
+    op->link->stats->bytes.add(write.nbytes);
+    return result;
+}
+
+PostResult Sender::post_signal(Transfer& transfer, std::int64_t now) {
+    const bool counted = transfer.token.unit_bytes > 0;
+    try {
+        auto& link = links_to(*transfer.peer, transfer.signal_dst->group).front();
+        auto& rail = *rails_[link.local_rail];
+        do {
+            const auto weight = static_cast<std::uint32_t>(std::min<std::uint64_t>(transfer.signal_units, kMaxWeight));
+            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
+            if (!op) return PostResult::kAgain;
+            const auto& dst = transfer.signal_dst->rails[link.remote_rail][0];
+            WriteOp write{};
+            write.src = rail.no_data();
+            write.local_desc = rail.frames_desc();
+            write.peer = link.address;
+            write.dst = dst.base;
+            write.rkey = dst.rkey;
+            write.has_imm = true;
+            write.imm = counted ? pack({transfer.token.slot, transfer.token.generation, weight})
+                                : pack_user(transfer.user_value);
+            write.context = &op->context;
+            if (const auto result = post_rma(write, op, rail, transfer); result != PostResult::kOk) return result;
+            transfer.signal_units -= counted ? weight : transfer.signal_units;
+        } while (transfer.signal_units > 0);
+    } catch (const Error& error) {
+        fail(transfer, detail_of(error));
+        return PostResult::kFailed;
+    }
+    transfer.all_posted = true;
+    return PostResult::kOk;
+}
+
+PostResult Sender::post_message(Transfer& transfer, std::int64_t now) {
+    // An empty message is one frame without payload.
+    do {
+        const auto payload = std::span(transfer.message).subspan(transfer.message_offset);
+        const auto nbytes = std::min(payload.size(), kMaxFramePayload);
+        const FrameHeader header{kFrameMagic,
+                                 kFrameVersion,
+                                 static_cast<std::uint16_t>(FrameKind::kData),
+                                 epoch_,
+                                 transfer.id,
+                                 static_cast<std::uint32_t>(transfer.message.size()),
+                                 static_cast<std::uint32_t>(transfer.message_offset)};
+        const auto result = post_frame(header, payload.first(nbytes), transfer.peer, &transfer, now);
+        if (result != PostResult::kOk) return result;
+        ++transfer.outstanding;
+        transfer.message_offset += nbytes;
+    } while (transfer.message_offset < transfer.message.size());
+    transfer.all_posted = true;
+    return PostResult::kOk;
+}
+
+// A frame of a transfer's message, or a ping. All of a peer's frames go over its first pair of rails.
+PostResult Sender::post_frame(const FrameHeader& header, std::span<const std::byte> payload,
+                              const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now) {
+    Peer::Link* link;
+    try {
+        link = &links_to(*peer, 0).front();
+    } catch (const Error& error) {  // the provider refuses the peer's address
+        if (transfer) fail(*transfer, detail_of(error));
+        return PostResult::kFailed;
+    }
+    auto& rail = *rails_[link->local_rail];
+    auto* op = rail.take_op(transfer ? Op::Kind::kMessage : Op::Kind::kPing, *link, transfer,
+                            sizeof header + payload.size(), now);
+    if (!op) return PostResult::kAgain;
+    if (!transfer) op->keep = peer;
+    std::memcpy(op->frame, &header, sizeof header);
+    if (!payload.empty()) std::memcpy(op->frame + sizeof header, payload.data(), payload.size());
+    const auto result = rail.post_frame(op);
+    if (result != PostResult::kOk) rail.free_op(op);
+    if (result == PostResult::kFailed && transfer) fail(*transfer, rail.nic().last_post_error());
+    return result;
+}
+
+bool Sender::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {
+    // A ping that fails is left out: a peer that cannot be reached is silent, and will be reported.
+    return post_frame({kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(FrameKind::kPing), epoch_, 0, 0, 0}, {},
+                      peer, nullptr, now) != PostResult::kAgain;
+}
+
+bool Sender::anything_outstanding() const {
+    return std::any_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->outstanding_ops > 0; });
+}
+
+// -- endings ---------------------------------------------------------------------------------------------------------
+
+void Sender::on_sent(Rail& rail, Op* op, std::int64_t now) {
+    rail.stats.completions.add(1);
+    if (op->kind == Op::Kind::kWrite) rail.stats.write_latency.add(now - op->posted_ns);
+    if (op->transfer) op->transfer->bytes_done += op->nbytes;
+    retire(rail, op);
+}
+
+void Sender::on_failed(Rail& rail, Op* op, OpError error) {
+    op->link->stats->errors.add(1);
+    if (auto* transfer = op->transfer) {
+        if (op->kind == Op::Kind::kWrite) transfer->failed_pages.push_back(op->pages);
+        fail(*transfer, std::move(error));
+    }
+    retire(rail, op);
+}
+
+void Sender::on_unattributed(Rail& rail, const OpError& error) {
+    rail.for_each_in_flight([&](Op& op) {
+        if (op.transfer) fail(*op.transfer, error);
+    });
+}
+
+void Sender::retire(Rail& rail, Op* op) {
+    auto* transfer = op->transfer;
+    if (transfer) transfer->outstanding_plain -= op->plain;
+    rail.free_op(op);
+    if (transfer && --transfer->outstanding == 0 && transfer->exhausted) finish(*transfer, Outcome::kOk);
+}
+
+void Sender::fail(Transfer& transfer, OpError error) {
+    if (transfer.failed) return;  // the first error is the cause, later ones its echo
+    transfer.failed = true;
+    transfer.error = std::move(error);
+}
+
+void Sender::stop_posting(Transfer& transfer) {
+    transfer.exhausted = true;
+    if (transfer.outstanding == 0) finish(transfer, Outcome::kOk);
+}
+
+void Sender::finish(Transfer& transfer, Outcome outcome) {
+    if (transfer.failed)
+        outcome = Outcome::kFailed;
+    else if (outcome == Outcome::kOk && !transfer.all_posted)
+        outcome = stopping_ ? Outcome::kClosed : transfer.expired ? Outcome::kExpired : Outcome::kCancelled;
+    Event event;
+    event.kind = Event::kTransfer;
+    event.group = group_;
+    event.outcome = outcome;
+    event.id = transfer.id;
+    event.bytes = transfer.bytes_done;
+    event.peer = transfer.peer->epoch;
+    event.error = std::move(transfer.error);
+    event.failed_pages = std::move(transfer.failed_pages);
+    if (!transfer.all_posted && transfer.kind == Transfer::Kind::kWrite) {
+        // Where posting stopped: everything from here on was never sent.
+        PlannedWrite next{};
+        if (transfer.has_planned || transfer.cursor.next(next)) {
+            const auto& first = transfer.has_planned ? transfer.planned : next;
+            event.unposted = {static_cast<std::uint32_t>(first.piece - transfer.pieces.data()), first.first_page, 1};
+        }
+    }
+    // Let go of its regions before anyone can hear that it has ended.
+    for (auto& piece : transfer.pieces) piece.src->end_use();
+    transfer.pieces.clear();
+    if (transfer.deadline_ns) --num_deadlines_;
+    const auto index = transfer.live_index;
+    std::swap(live_[index], live_.back());
+    live_[index]->live_index = index;
+    const auto keep = std::move(live_.back());
+    live_.pop_back();
+    in_flight_.fetch_sub(1);
+    events_.post(std::move(event));
+}
+
+void Sender::check_deadlines(std::int64_t now) {
+    if (num_deadlines_ == 0) return;
+    for (auto& transfer : live_) {
+        // From here on it posts nothing; it ends, as expired, when what it has posted is retired.
+        if (transfer->deadline_ns && now >= transfer->deadline_ns) transfer->expired = true;
+    }
+}
+
+void Sender::stop_all() {
+    stopping_ = true;
+    for (auto* queue : {&urgent_, &bulk_, &messages_})
+        // stop_posting() may finish and free the transfer, so the queue is emptied first.
+        for (auto* t : std::exchange(*queue, {})) stop_posting(*t);
+}
+
+void Sender::end_all() {
+    stop_all();
+    while (!live_.empty()) finish(*live_.back(), Outcome::kClosed);
+}
+
+}  // namespace fkv

@@ -1,0 +1,87 @@
+// Everything that leaves a group: transfers in turn, messages, pings; and how each of them ends.
+//
+// Owns:     every transfer from add() to its event.
+// Threads:  the progress thread only, but for reserve() and in_flight().
+// Failure:  a transfer's first error is kept; it ends in one event, after its last posted operation is retired.
+//
+// Fairness: transfers take turns; small ones and messages go before bulk. How much of a rail one peer may hold is the
+// rail's to say.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "engine/event.h"
+#include "engine/rail.h"
+#include "engine/transfer.h"
+
+namespace fkv {
+
+class Sender {
+  public:
+    Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails,
+           std::size_t max_transfers, EventQueue& events);
+
+    // Makes room for `n` transfers that will be added; false if that is more than max_transfers.
+    bool reserve(std::size_t n);
+    void unreserve(std::size_t n) { in_flight_.fetch_sub(n); }
+    std::size_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
+    std::uint64_t max_write_bytes() const { return max_write_bytes_; }
+
+    void add(std::shared_ptr<Transfer> transfer);
+    // Posts what there is room for. True if anything was posted or ended.
+    bool post(std::int64_t now);
+    // False: there is no room for it now.
+    bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
+    bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !messages_.empty(); }
+    bool anything_outstanding() const;
+    bool empty() const { return live_.empty(); }
+
+    void on_sent(Rail& rail, Op* op, std::int64_t now);
+    void on_failed(Rail& rail, Op* op, OpError error);
+    // An error that no operation owns up to: everything on this endpoint fails, and stays owned until it is retired.
+    void on_unattributed(Rail& rail, const OpError& error);
+
+    void check_deadlines(std::int64_t now);
+
+    void stop_all();  // posts nothing more
+    void end_all();   // the endpoints are closed: whatever is left is retired
+
+  private:
+    using Queue = std::deque<Transfer*>;
+
+    bool post_messages(std::int64_t now);
+    bool post_turns(Queue& queue, std::int64_t now);
+    PostResult post_some(Transfer& transfer, std::int64_t now);
+    PostResult post_planned(Transfer& transfer, std::int64_t now);
+    PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
+    PostResult post_signal(Transfer& transfer, std::int64_t now);
+    PostResult post_message(Transfer& transfer, std::int64_t now);
+    PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
+                          const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now);
+    PostResult post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& transfer);
+    std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
+
+    bool must_stop(Transfer& transfer);
+    void stop_posting(Transfer& transfer);
+    void retire(Rail& rail, Op* op);
+    void fail(Transfer& transfer, OpError error);
+    void finish(Transfer& transfer, Outcome outcome);
+
+    const std::uint32_t group_;
+    const Epoch epoch_;
+    std::vector<std::unique_ptr<Rail>>& rails_;
+    const std::size_t max_transfers_;
+    const std::uint64_t max_write_bytes_;
+    EventQueue& events_;
+    std::atomic<std::size_t> in_flight_{0};
+    bool stopping_ = false;
+
+    std::vector<std::shared_ptr<Transfer>> live_;
+    Queue urgent_, bulk_, messages_;  // not everything posted yet; served in turn
+    std::size_t num_deadlines_ = 0;   // live transfers that have one
+};
+
+}  // namespace fkv

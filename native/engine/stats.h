@@ -1,0 +1,51 @@
+// Figures that one progress thread writes and anyone may read.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstdint>
+
+namespace fkv {
+
+// A count with a single writer: a plain load and store is enough and costs no locked instruction.
+class Count {
+  public:
+    void add(std::uint64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
+    std::uint64_t get() const { return value_.load(std::memory_order_relaxed); }
+
+  private:
+    std::atomic<std::uint64_t> value_{0};
+};
+
+// How long something took: bucket i counts durations below 2^i microseconds (and not below 2^(i-1)).
+class LatencyHistogram {
+  public:
+    static constexpr std::size_t kNumBuckets = 25;  // the last one takes all from 8 s on
+
+    void add(std::int64_t ns) {
+        const auto bucket = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(ns) / 1000));
+        buckets_[bucket < kNumBuckets ? bucket : kNumBuckets - 1].add(1);
+    }
+    std::uint64_t bucket(std::size_t index) const { return buckets_[index].get(); }
+
+  private:
+    std::array<Count, kNumBuckets> buckets_{};
+};
+
+struct RailStats {
+    Count ops, bytes, completions, again, errors, imms, messages;
+    Count busy_ns;                   // with at least one operation in flight
+    LatencyHistogram write_latency;  // from post to completion
+};
+
+struct PeerStats {
+    Count ops, bytes, errors;
+};
+
+struct ReceiverStats {
+    Count stale_imms, violations, malformed_frames;
+    Count dropped_imms;  // the user's own, for which the inbox had no room
+};
+
+}  // namespace fkv

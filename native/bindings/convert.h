@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "engine/engine.h"
+#include "ofi/discover.h"
 
 namespace fkv {
 
@@ -30,5 +31,6 @@ void raise_as_python(const Error& error);
 
 pybind11::dict describe_group(Group& group);
 pybind11::dict describe_peer(const Peer& peer);
+pybind11::dict describe_offer(const ofi::Offer& offer);
 
 }  // namespace fkv

@@ -76,4 +76,18 @@ py::dict describe_peer(const Peer& peer) {
     return d;
 }
 
+py::dict describe_offer(const ofi::Offer& offer) {
+    py::dict d;
+    d["provider"] = offer.provider;
+    d["domain"] = offer.domain;
+    d["fabric"] = offer.fabric;
+    d["source"] = offer.source;
+    d["rdma"] = offer.rdma;
+    d["device"] = offer.device;
+    d["pci"] = offer.pci;
+    d["link_bps"] = offer.link_bps;
+    d["port"] = offer.port;
+    return d;
+}
+
 }  // namespace fkv

@@ -233,8 +233,7 @@ PYBIND11_MODULE(_native, m) {
     });
     m.def("list_offers", [](const std::string& provider) {
         py::list out;
-        for (const auto& o : ofi::list_offers(provider))
-            out.append(py::make_tuple(o.provider, o.domain, o.fabric, o.source, o.rdma));
+        for (const auto& offer : ofi::list_offers(provider)) out.append(describe_offer(offer));
         return out;
     });
 }

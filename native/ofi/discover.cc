@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 namespace fkv::ofi {
@@ -57,9 +58,29 @@ bool is_rdma(const fi_info* info) {
     });
 }
 
+std::string pci_text(const fi_bus_attr* bus) {
+    if (!bus || bus->bus_type != FI_BUS_PCI) return {};
+    const auto& pci = bus->attr.pci;
+    char text[sizeof "0000:00:00.0"] = {};
+    std::snprintf(text, sizeof text, "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id,
+                  pci.function_id & 0xfu);
+    return text;
+}
+
 Offer to_offer(const fi_info* info) {
-    return {info->fabric_attr->prov_name, info->domain_attr->name ? info->domain_attr->name : "",
-            info->fabric_attr->name ? info->fabric_attr->name : "", source_text(info), is_rdma(info)};
+    Offer offer{.provider = info->fabric_attr->prov_name,
+                .domain = info->domain_attr->name ? info->domain_attr->name : "",
+                .fabric = info->fabric_attr->name ? info->fabric_attr->name : "",
+                .source = source_text(info),
+                .rdma = is_rdma(info)};
+    if (!info->nic) return offer;
+    if (const auto* device = info->nic->device_attr; device && device->name) offer.device = device->name;
+    offer.pci = pci_text(info->nic->bus_attr);
+    if (const auto* link = info->nic->link_attr) {
+        offer.link_bps = link->speed;
+        if (link->state != FI_LINK_UNKNOWN) offer.port = link->state == FI_LINK_UP ? "up" : "down";
+    }
+    return offer;
 }
 
 std::string list_text(const fi_info* list) {

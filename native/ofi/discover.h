@@ -28,6 +28,10 @@ std::vector<InfoPtr> find_nics(const NicRequest& request);
 struct Offer {
     std::string provider, domain, fabric, source;
     bool rdma;
+    // The device beneath, as far as the provider tells (fi_nic(3)): tcp and shm do not, Soft-RoCE has no PCI address.
+    std::string device, pci;       // "mlx5_0", "0000:0c:00.0"; empty: not told
+    std::uint64_t link_bps = 0;    // 0: not told
+    std::string port = "unknown";  // "up", "down"
 };
 std::vector<Offer> list_offers(const std::string& provider);
 

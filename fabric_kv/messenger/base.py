@@ -29,6 +29,7 @@ _log = logging.getLogger("fabric_kv.messenger")
 
 # Received bytes that wait for the actor. Only a callback that blocks it for long, or a flood, gets there.
 MAX_INBOX_BYTES = 256 << 20
+MAX_FLOODING = 1024
 # How long the last messages may take to leave when everything else has ended, and calls to the actor to be answered.
 FLUSH_S = 1.0
 ANSWER_S = 10.0
@@ -48,8 +49,9 @@ class Messenger:
         self._stopped = False
         self._cancel_timer: Timer | None = None
         self._goodbye_said = False
-        self._inbox_lock = threading.Lock()  # Guards the next one.
+        self._inbox_lock = threading.Lock()  # Guards the next two.
         self._inbox_bytes = 0
+        self._flooding: set[bytes] = set()  # Peers whose messages did not fit, until the actor hears of it.
 
     def _start(self) -> None:
         self._actor.start()
@@ -69,12 +71,20 @@ class Messenger:
             fits = self._inbox_bytes + len(payload) <= MAX_INBOX_BYTES
             if fits:
                 self._inbox_bytes += len(payload)
+            known = epoch in self._flooding or len(self._flooding) >= MAX_FLOODING
+            if not fits and not known:
+                self._flooding.add(epoch)
         if fits:
             self._actor.post(partial(self._on_frame, epoch, payload))
-        else:
-            # One lost message makes the two sides disagree, so the sender counts as lost altogether.
-            reason = f"its messages came faster than they were handled, beyond {MAX_INBOX_BYTES} bytes"
-            self._actor.post(partial(self._on_peer_lost, epoch, reason))
+        elif not known:
+            self._actor.post(partial(self._on_flood, epoch))
+
+    def _on_flood(self, epoch: bytes) -> None:
+        with self._inbox_lock:
+            self._flooding.discard(epoch)
+        self._counts["floods"] += 1
+        # One lost message makes the two sides disagree, so the sender counts as lost altogether.
+        self._on_peer_lost(epoch, f"its messages came faster than they were handled, beyond {MAX_INBOX_BYTES} bytes")
 
     def _on_frame(self, epoch: bytes, payload: bytes) -> None:
         with self._inbox_lock:

@@ -98,6 +98,11 @@ class DecodeMessenger(DecodePeers):
         self._num_requests = 0
         self._poisoned: list[PoisonedPages] = []
         self._poisoned_pages: list[set[int]] = [set() for _ in spec.layout.groups]
+        if tail is not None and tail.region.remote.group != self._group_of(0):
+            raise ConfigError(
+                f"tails arrive in device group {tail.region.remote.group}, rank 0 in {self._group_of(0)}: they share a"
+                " counter, so they must share the group"
+            )
         self._start()
 
     def submit(self, peer: PrefillPeer, request: Request) -> RequestHandle:
@@ -123,6 +128,8 @@ class DecodeMessenger(DecodePeers):
         fetching = Fetching(peer, request, self._bounds.request_s)
         if self._closing:
             raise ClosedError("the messenger is closing", pages_clean=True)
+        if not isinstance(peer, PrefillPeer) or peer._owner is not self:
+            raise ConfigError(f"request {request.request_id!r}: {peer!r} was not connected by this messenger")
         if not peer.alive:
             raise PeerLostError(
                 f"request {request.request_id!r}: {peer!r}",
@@ -151,6 +158,7 @@ class DecodeMessenger(DecodePeers):
             fetching.received_units,
             fetching.expected_units,
         )
+        fetching.handle._count_callback_error = lambda: self._actor.post(self._count_callback_error)
         self._actor.post(partial(self._send_request, fetching))
         return fetching.handle
 
@@ -242,6 +250,9 @@ class DecodeMessenger(DecodePeers):
         for rank, counter in enumerate(fetching.counters):
             if counter is not None:
                 counter.add_done_callback(partial(self._on_counter_done, fetching, rank))
+
+    def _count_callback_error(self) -> None:
+        self._counts["callback_errors"] += 1
 
     def _after(self, fetching: Fetching, delay_s: float, command: Any) -> None:
         fetching.timers.append(self._actor.after(delay_s, partial(command, fetching)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..transfers import MemoryRegion, Peer, Transfer
     from .tail import TailPool
 
-__all__ = ["RETRY_S", "Link", "check_page_lists", "check_regions", "check_spec", "tail_difference"]
+__all__ = ["RETRY_S", "Link", "check_page_lists", "check_regions", "check_setup", "tail_difference"]
 
 # How long a full queue of the engine is left alone if nothing of ours ends there; ends wake us at once.
 RETRY_S = 0.002
@@ -47,8 +47,8 @@ class Link:
         engine: Engine,
         peer: Peer,
         *,
-        on_broken: Callable[[str], None],
-        on_idle: Callable[[], None],
+        on_broken: Callable[[Link, str], None],
+        on_idle: Callable[[Link], None],
     ) -> None:
         self.peer = peer
         self._actor = actor
@@ -109,16 +109,18 @@ class Link:
             return
         self._flush()
         if self.idle:
-            self._on_idle()
+            self._on_idle(self)
 
     def _break(self, reason: str) -> None:
         # Told later: whoever calls send() is in the middle of a step.
         self.close()
-        self._actor.post(partial(self._on_broken, reason))
+        self._actor.post(partial(self._on_broken, self, reason))
 
 
-def check_spec(spec: CacheSpec, regions: Sequence[Sequence[MemoryRegion]]) -> None:
-    """Raise ConfigError unless the registered regions are those that ``spec`` describes."""
+def check_setup(
+    engine: Engine, spec: CacheSpec, regions: Sequence[Sequence[MemoryRegion]], tails: TailPool | None
+) -> None:
+    """Raise ConfigError unless regions and tails belong to ``engine`` and are what ``spec`` describes."""
     if spec.placement.dp_size != 1:
         raise ConfigError(
             f"dp_size={spec.placement.dp_size}: a messenger drives one data-parallel replica; describe each replica"
@@ -129,6 +131,10 @@ def check_spec(spec: CacheSpec, regions: Sequence[Sequence[MemoryRegion]]) -> No
         groups = {region.remote.group for region in rank}
         if len(groups) > 1:
             raise ConfigError(f"rank {index}: its regions lie in device groups {sorted(groups)}, they must share one")
+    registered = [region for rank in regions for region in rank] + ([] if tails is None else [tails.region])
+    for region in registered:
+        if region.remote.epoch != engine.epoch:
+            raise ConfigError(f"{region!r} was registered with another engine")
 
 
 def check_regions(spec: CacheSpec, sizes: Sequence[Sequence[int]], side: str) -> None:

@@ -130,12 +130,16 @@ class PrefillMessenger(PrefillSessions):
                 planned[serving] = planned.get(serving, 0) + 1
         with self._poster.lock:
             # Again, since another thread may have been here meanwhile.
-            for serving, chunk in self._active_chunks(chunks):
+            active = self._active_chunks(chunks)
+            for serving, chunk in active:
                 serving.next_token = chunk.end
                 serving.last_chunk_seen = chunk.final
-            for serving, count in planned.items():
-                self._poster.apply(serving, Planned(count))
-            return self._steps.add(layers)
+            for serving in {serving for serving, _ in active}:
+                self._poster.apply(serving, Planned(planned.pop(serving, 0)))
+            step = self._steps.add(layers)
+            for serving in planned:
+                self._steps.forget(serving)  # It ended meanwhile.
+            return step
 
     def layer_done(self, step: int, layer: int) -> None:
         """Write a layer's pages: the model has finished them for all chunks of the step. Never blocks.

@@ -20,7 +20,7 @@ from ..sharding import TransferPlan, plan_transfer
 from . import wire
 from .actor import Actor, Timer
 from .base import ANSWER_S, Messenger
-from .peers import Link, check_spec
+from .peers import Link, check_setup
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -52,7 +52,8 @@ class PrefillPeer:
     plan: TransferPlan
     _picker: SourcePicker
 
-    def __init__(self, link: Link, session: int) -> None:
+    def __init__(self, owner: DecodePeers, link: Link, session: int) -> None:
+        self._owner = owner
         self.epoch: bytes = link.peer.epoch
         self._link = link
         self._session = session
@@ -83,7 +84,7 @@ class DecodePeers(Messenger):
         bounds: Bounds,
         actor: Actor | None,
     ) -> None:
-        check_spec(spec, regions)
+        check_setup(engine, spec, regions, tail)
         super().__init__(engine, bounds, actor, "decode")
         self._spec = spec
         self._regions = [list(rank) for rank in regions]
@@ -150,8 +151,8 @@ class DecodePeers(Messenger):
                 self._actor,
                 self._engine,
                 native,
-                on_broken=partial(self._on_peer_lost, epoch),
-                on_idle=self._advance_close,
+                on_broken=self._on_link_broken,
+                on_idle=lambda _: self._advance_close(),
             )
             hello = wire.Hello(
                 session=session,
@@ -165,7 +166,7 @@ class DecodePeers(Messenger):
             future.set_exception(error)
             return
         self._last_number = session
-        peer = self._peers[epoch] = PrefillPeer(link, session)
+        peer = self._peers[epoch] = PrefillPeer(self, link, session)
         self._wait_for_reply(peer, address, bound, future)
         link.send(hello)
 
@@ -224,6 +225,11 @@ class DecodePeers(Messenger):
         if self._peers.get(peer.epoch) is peer:
             del self._peers[peer.epoch]
             self._remove_peer(peer._link)
+
+    def _on_link_broken(self, link: Link, reason: str) -> None:
+        peer = self._peers.get(link.peer.epoch)
+        if peer is not None and peer._link is link:
+            self._on_peer_lost(peer.epoch, reason)
 
     def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
         peer = self._peers.get(epoch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache import CacheSpec
@@ -19,7 +18,7 @@ from ..regions import EngineAddress
 from . import wire
 from .actor import Actor
 from .base import Messenger
-from .peers import Link, check_spec
+from .peers import Link, check_setup
 from .serve import ServeEvent
 from .serving import Serving
 from .sessions import Refusal, Session
@@ -50,7 +49,7 @@ class PrefillSessions(Messenger):
         bounds: Bounds,
         actor: Actor | None,
     ) -> None:
-        check_spec(spec, regions)
+        check_setup(engine, spec, regions, tail)
         super().__init__(engine, bounds, actor, "prefill")
         self._spec = spec
         self._regions = [list(rank) for rank in regions]
@@ -69,7 +68,7 @@ class PrefillSessions(Messenger):
         if old is not None:
             # Decode gave the old session up, or it would not have begun a new one.
             self._lose(old, "the decode side began a new session")
-        link = self._open_link(epoch, hello.address)
+        link = None if self._too_many_partings() else self._open_link(epoch, hello.address)
         if link is None:
             return
         try:
@@ -97,13 +96,12 @@ class PrefillSessions(Messenger):
             self._counts["malformed"] += 1
             _log.warning("dropped a Hello from %s: its address cannot be used: %s", epoch.hex(), error)
             return None
-        broken = partial(self._on_link_broken, epoch)
-        return Link(self._actor, self._engine, peer, on_broken=broken, on_idle=partial(self._on_idle, epoch))
+        return Link(self._actor, self._engine, peer, on_broken=self._on_link_broken, on_idle=self._on_link_idle)
 
     def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
         """Answer a Hello of another version: our reply's version byte tells the sender what we speak."""
         hello = error.hello
-        if hello is None or epoch in self._sessions:
+        if hello is None or epoch in self._sessions or self._too_many_partings():
             return
         link = self._open_link(epoch, hello.address)
         if link is not None:
@@ -114,25 +112,34 @@ class PrefillSessions(Messenger):
         self._parting.append(link)
         link.send(message)
 
-    def _on_idle(self, epoch: bytes) -> None:
-        for link in [link for link in self._parting if link.peer.epoch == epoch and link.idle]:
+    def _too_many_partings(self) -> bool:
+        """Whether refusals pile up that nobody reads: then Hellos are dropped, and their senders time out."""
+        if len(self._parting) < MAX_PEERS:
+            return False
+        self._counts["dropped_hellos"] += 1
+        return True
+
+    def _on_link_idle(self, link: Link) -> None:
+        if link in self._parting:
             self._parting.remove(link)
             link.close()
-            if epoch not in self._sessions:
+            if link.peer.epoch not in self._sessions:
                 self._remove_peer(link)
         self._advance_close()
 
-    def _on_link_broken(self, epoch: bytes, reason: str) -> None:
-        session = self._sessions.get(epoch)
-        if session is not None:
+    def _on_link_broken(self, link: Link, reason: str) -> None:
+        session = self._sessions.get(link.peer.epoch)
+        if session is not None and session.link is link:
             self._lose(session, reason)
-        self._on_idle(epoch)
+        self._on_link_idle(link)
 
     def _on_peer_lost(self, epoch: bytes, reason: str) -> None:
         session = self._sessions.get(epoch)
         if session is not None:
             self._counts["peers_lost"] += 1
             self._lose(session, reason)
+        for link in [link for link in self._parting if link.peer.epoch == epoch]:
+            self._on_link_idle(link)
 
     def _lose(self, session: Session, reason: str) -> None:
         """End a session: its requests end as their writes retire."""
@@ -150,4 +157,4 @@ class PrefillSessions(Messenger):
 
     def _send_goodbyes(self) -> None:
         for session in list(self._sessions.values()):
-            session.link.send(wire.Goodbye(session.number, quiescent=not session.open))
+            session.link.send(wire.Goodbye(session.number, quiescent=session.quiescent))

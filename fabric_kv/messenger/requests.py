@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,8 @@ class Fetching:
         self.peer = peer
         self.request_id = request.request_id
         self.params = request.params
-        self.cached_tokens = request.cached_tokens
-        self.deadline_s = bounds_s if request.deadline_s is None else request.deadline_s
+        self.cached_tokens = operator.index(request.cached_tokens)
+        self.deadline_s = bounds_s if request.deadline_s is None else float(request.deadline_s)
         self.tokens = wire.pack_ints(request.tokens)
         self.packed_pages = [wire.pack_ints(pages) for pages in request.pages]
         self.pages = [wire.unpack_ints(packed) for packed in self.packed_pages]
@@ -107,6 +108,10 @@ class Fetching:
         self.accepted_s = math.nan
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= wire.MAX_ID_CHARS:
             raise ConfigError(f"request_id must be a string of 1 to {wire.MAX_ID_CHARS} characters")
+        if not self.request_id.isprintable():  # Surrogates, for one, have no encoding.
+            raise ConfigError(f"request_id={self.request_id!r} must be printable")
+        if not isinstance(self.params, bytes):
+            raise ConfigError(f"params must be bytes, not {type(self.params).__name__}")
         if not 0 < self.deadline_s <= 86400:
             raise ConfigError(f"deadline_s={self.deadline_s!r} is out of range: it must lie in (0, 86400]")
         if len(self.params) > wire.MAX_PARAMS_BYTES:

@@ -112,10 +112,10 @@ class Serving(Outflow):
         maps = [
             plan.page_map(
                 group,
-                chunk.begin,
-                chunk.end,
+                int(chunk.begin),
+                int(chunk.end),
                 cached=request.cached_tokens,
-                final=chunk.final,
+                final=bool(chunk.final),
                 num_tokens=request.num_tokens,
             )
             for group in range(len(src_pages))

@@ -143,6 +143,11 @@ class Session:
         if not pages_clean and len(self._unclean) < MAX_UNCLEAN:
             self._unclean.add(generation)
 
+    @property
+    def quiescent(self) -> bool:
+        """Whether nothing that was ever posted for the session can still land."""
+        return not self.open and not self._unclean
+
     def was_clean(self, generation: int) -> bool:
         """Whether nothing of an ended (or never served) request can still land."""
         return generation not in self._unclean and len(self._unclean) < MAX_UNCLEAN

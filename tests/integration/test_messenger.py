@@ -176,7 +176,7 @@ def test_a_failure_halfway_is_told_with_clean_pages(halfway):
 
 def test_a_cancel_halfway_returns_clean_pages(halfway):
     prefill, decode, peer, handle = halfway
-    assert 0 < handle.progress()[0] < handle.progress()[1]
+    assert handle.progress()[0] < handle.progress()[1]
     handle.cancel()
     error = handle.exception(LONG)
     assert isinstance(error, RequestCancelledError)

@@ -244,7 +244,6 @@ class Sim:
             assert pool is None or pool.num_free + pool.num_poisoned == pool.num_slots
         poisoned = sum(fetch.poisoned for fetch in self.fetches)
         assert self.decode_engine.counters_in_use == 0
-        assert sum(slot.poisoned for slot in self.decode_engine.slots) >= poisoned
         assert self.decode_tails is None or self.decode_tails.num_poisoned == poisoned
         assert len(self.decode.poisoned) == poisoned
 

@@ -1,5 +1,6 @@
 """Both messengers over the in-memory fabric: what arrives, what is handed back, and what is said about it."""
 
+import numpy as np
 import pytest
 
 from fabric_kv.config import EngineOptions
@@ -13,7 +14,7 @@ from fabric_kv.errors import (
     RequestTimeoutError,
     WouldBlockError,
 )
-from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState
+from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState, wire
 
 from .messenger_sim import Sim
 
@@ -231,6 +232,8 @@ def test_no_answer_at_all_is_bounded(seed):
     assert "neither accepted nor rejected within 5 s" in str(fetch.error)
     # The Request may still arrive over there.
     assert fetch.error.pages_clean is False
+    assert [slot.poisoned for slot in sim.decode_engine.slots] == [True]
+    assert sim.decode_tails.num_poisoned == 1
     sim.check_all()
 
 
@@ -350,6 +353,9 @@ class TestSubmitRefuses:
             ({"cached_tokens": 12}, r"cached_tokens=12 is out of range: it must lie in \[0, 8\]"),
             ({"deadline_s": 0.0}, "deadline_s=0.0 is out of range"),
             ({"request_id": ""}, "1 to 256 characters"),
+            ({"request_id": 7}, "1 to 256 characters"),
+            ({"request_id": "\ud800"}, "must be printable"),
+            ({"params": "text"}, "params must be bytes, not str"),
             ({"params": bytes(1 << 21)}, "params has 2097152 bytes: the limit is 1048576"),
         ],
         ids=lambda value: str(value)[:40],
@@ -360,6 +366,12 @@ class TestSubmitRefuses:
             sim.decode.submit(sim.peer, Request(**fields))
         assert sim.decode_engine.counters_in_use == 0
         assert sim.decode_tails.num_free == 8
+
+    def test_a_peer_of_another_messenger(self, sim, seed):
+        other = Sim(seed + 1)
+        other.peer = sim.peer
+        with pytest.raises(ConfigError, match="was not connected by this messenger"):
+            other.submit(4)
 
     def test_more_than_the_tail_pool_holds(self, sim):
         sim.scheduler.pause = True
@@ -463,6 +475,28 @@ def test_either_side_may_close_first(seed, steps):
             assert isinstance(fetch.error, expected)
             assert not fetch.poisoned
         assert sorted(sim.src_free) == list(range(sim.num_pages))
+
+
+def test_a_goodbye_is_not_quiescent_after_a_write_of_unknown_outcome(seed):
+    """Its bytes may still come, whatever happened to the Fail that said so."""
+    sim = Sim(seed)
+    heard = []
+    sim.decode._on_message = lambda epoch, message: heard.append(message)
+    sim.fabric.fail_writes = 1
+    sim.submit(8)
+    sim.run(lambda: sim.scheduler.failed)
+    sim.prefill._begin_close(0.0)
+    sim.run(sim.prefill._closed.done)
+    sim.settle()
+    (goodbye,) = (message for message in heard if isinstance(message, wire.Goodbye))
+    assert not goodbye.quiescent
+
+
+def test_numpy_integers_are_integers(seed):
+    sim = Sim(seed)
+    fetch = sim.submit(12, cached_tokens=np.int64(4), deadline_s=np.float32(9.0))
+    sim.run(fetch.handle.done)
+    assert fetch.result
 
 
 def test_close_lets_requests_finish(seed):

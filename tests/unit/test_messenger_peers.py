@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fabric_kv.config import EngineOptions
 from fabric_kv.errors import ClosedError, ConfigError, PeerUnreachableError, PlanError, ProtocolError
-from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, wire
+from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.messenger.peers import Link
 from fabric_kv.regions import CounterToken, EngineAddress
@@ -167,7 +167,7 @@ def test_messages_wait_for_a_full_engine_and_all_arrive(seed):
     got, idle = [], []
     receiver.on_message(lambda epoch, payload: got.append(wire.decode(payload).generation))
     actor = ManualActor()
-    link = Link(actor, sender, sender.add_peer(receiver.address), on_broken=pytest.fail, on_idle=lambda: idle.append(1))
+    link = Link(actor, sender, sender.add_peer(receiver.address), on_broken=pytest.fail, on_idle=idle.append)
     for number in range(5):
         link.send(wire.Cancel(number))
     assert not link.idle
@@ -278,7 +278,7 @@ def test_a_hello_that_does_not_add_up_is_refused(sim, liar, changes, reason):
 def test_regions_must_be_the_peers_own_and_large_enough(sim, liar):
     foreign = sim.decode._regions[0][0].remote
     assert "belongs to engine" in liar.hello(regions=[[foreign.to_bytes()]]).reason
-    small = msgspec.structs.replace(liar.region.remote, nbytes=64)
+    small = msgspec.structs.replace(liar.region.remote, nbytes=64, segment_ends=(64,))
     assert "64 bytes, its spec needs" in liar.hello(regions=[[small.to_bytes()]], session=11).reason
     tail = msgspec.structs.replace(liar.tails.geometry(), num_slots=1000)
     assert "its slots need" in liar.hello(tail=tail, session=12).reason
@@ -392,7 +392,7 @@ def test_a_write_that_the_engine_refuses_fails_only_its_request(sim, liar):
     sim.scheduler.pause = True
     liar.request()
     session = sim.prefill._sessions[liar.engine.epoch]
-    session.regions[0][0] = msgspec.structs.replace(session.regions[0][0], nbytes=8)
+    session.regions[0][0] = msgspec.structs.replace(session.regions[0][0], nbytes=8, segment_ends=(8,))
     sim.scheduler.pause = False
     sim.settle()
     assert liar.heard[-1] == wire.Fail(10, liar.heard[-1].reason, pages_clean=True)
@@ -413,6 +413,28 @@ def test_random_bytes_change_nothing(frames):
     counts = sim.prefill.state()["counts"]
     assert counts.get("malformed", 0) + counts.get("other_version", 0) == len(frames)
     assert sim.prefill_actor.num_errors == sim.decode_actor.num_errors == 0
+
+
+def test_refusals_that_nobody_reads_are_dropped_with_the_peer(sim, liar, monkeypatch):
+    monkeypatch.setattr(prefill_sessions, "MAX_PEERS", 1)
+    full = [sim.prefill_engine.send(sim.prefill._sessions[sim.decode_engine.epoch].link.peer, b"") for _ in range(3)]
+    sim.prefill_engine.options = EngineOptions(max_transfers=len(full))
+    sim.prefill._on_hello(liar.engine.epoch, wire.Hello(5, liar.engine.address, bytes(16), b"", [[]]))
+    assert len(sim.prefill._parting) == 1
+    sim.prefill._on_hello(b"?" * 16, wire.Hello(5, b"?", bytes(16), b"", [[]]))
+    assert sim.prefill.state()["counts"]["dropped_hellos"] == 1
+    sim.fabric.kill(liar.engine)
+    sim.settle()
+    assert not sim.prefill._parting
+    assert sim.prefill_engine.monitored == {sim.decode_engine.epoch}
+
+
+def test_an_old_link_that_breaks_leaves_the_new_session_alone(sim):
+    old = sim.prefill._sessions[sim.decode_engine.epoch].link
+    sim.decode._on_peer_lost(sim.prefill_engine.epoch, "test")
+    sim.peer = sim.connect()
+    sim.prefill._on_link_broken(old, "late news")
+    still_works(sim)
 
 
 def test_answers_to_nothing_are_counted(sim):
@@ -458,6 +480,11 @@ def test_regions_that_do_not_match_the_spec_are_refused_at_construction():
     engine = sim.fabric.engine()
     with pytest.raises(ConfigError, match="this side gave regions for 1 ranks: its spec has 3"):
         PrefillMessenger(engine, spec, [[engine.register(arrays[0])]], ToyScheduler(sim))
+    foreign = [[sim.prefill_engine.register(array)] for array in arrays]
+    with pytest.raises(ConfigError, match="was registered with another engine"):
+        DecodeMessenger(engine, spec, foreign)
+    with pytest.raises(ConfigError, match="was registered with another engine"):
+        DecodeMessenger(engine, spec, [[engine.register(array)] for array in arrays], sim.decode_tails)
     small = engine.register(np.zeros(10, np.uint8))
     with pytest.raises(ConfigError, match="rank 0, region 0: 10 bytes, its spec needs"):
         DecodeMessenger(engine, spec, [[small], [small], [small]])

@@ -235,6 +235,7 @@ def test_callbacks_may_submit_but_not_wait(pair):
     while not handles:
         decode._actor.call(lambda: None, LONG)
     assert handles[0].result(LONG)
+    assert decode.state()["counts"]["callback_errors"] == 1
     assert len(errors) == 3
     assert all("own thread" in error for error in errors)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from fabric_kv.config import EngineOptions
 from fabric_kv.engine import Engine
@@ -99,9 +100,12 @@ def test_regions_of_others(
         node.engine.write_pages(node.peer, other.regions["memory"], remote, [0], [0], page_bytes=KIB)
     foreign = other.regions["memory"].remote
     refuse(node, foreign, "belongs to another engine")
-    unknown_group = RemoteRegion(remote.epoch, 5, remote.nbytes, remote.rails)
-    refuse(node, unknown_group, "group 5")
-    refuse(node, RemoteRegion(remote.epoch, 0, remote.nbytes, remote.rails * 2), "2 rails")
+    refuse(node, structs.replace(remote, group=5), "group 5")
+    refuse(node, structs.replace(remote, rails=remote.rails * 2), "2 rails")
+    with pytest.raises(ConfigError, match="must ascend to nbytes"):
+        structs.replace(remote, nbytes=remote.nbytes + 1)
+    with pytest.raises(ConfigError, match="must have 1 keys"):
+        structs.replace(remote, rails=(remote.rails[0] * 2,))
 
 
 @pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)  # shm has no keys that mean anything
@@ -112,7 +116,8 @@ def test_a_key_that_nobody_gave_out_writes_nothing_and_harms_no_third(
     forger = make_node()
     forger.add_peer(peer.call("address"))
     forger.register(64 * KIB, 7)
-    forged = RemoteRegion(remote.epoch, 0, remote.nbytes, tuple((base, rkey ^ 1) for base, rkey in remote.rails))
+    ((base, rkey),) = remote.rails[0]
+    forged = structs.replace(remote, rails=(((base, rkey ^ 1),),))
     for _ in range(3):
         forger.engine.write(forger.peer, forger.regions["memory"], 0, forged, 0, 64 * KIB)
         token = peer.call("count", KIB, 1)
@@ -195,7 +200,7 @@ def test_an_address_of_no_nic_fails_the_transfer_alone(
     epoch = b"nobody".ljust(16)
     peer = node.engine.add_peer(EngineAddress(epoch, ((nic_address,),)).to_bytes())
     node.register(KIB)
-    remote = RemoteRegion(epoch, 0, KIB, ((0, 1),))
+    remote = RemoteRegion(epoch, 0, KIB, (KIB,), (((0, 1),),))
     transfers = [
         node.engine.write_pages(peer, node.regions["memory"], remote, [0], [0], page_bytes=KIB),
         node.engine.send(peer, b"hello"),

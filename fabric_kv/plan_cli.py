@@ -25,7 +25,7 @@ from .models import PRESETS, layout_from_config
 from .placement import Placement, even_stages
 from .report import PlanCost
 from .sharding import TransferPlan, plan_transfer
-from .tables import text_table
+from .tables import print_table
 
 __all__ = ["main"]
 
@@ -178,7 +178,7 @@ def _print(facts: dict[str, Any]) -> None:
     title = f"{facts['model']}: " + " -> ".join(
         f"{side} TP{facts[side]['tp']} PP{facts[side]['pp']} DP{facts[side]['dp']}" for side in ("prefill", "decode")
     )
-    _show(title, rows)
+    print_table(title, ["", ""], rows, right=[1])
 
 
 def _counts(units: dict[str, int]) -> str:
@@ -186,26 +186,6 @@ def _counts(units: dict[str, int]) -> str:
     if len(set(units.values())) == 1:
         return f"{next(iter(units.values())):,} ({len(units)} ranks)"
     return ", ".join(f"{rank}: {count:,}" for rank, count in units.items()) or "none"
-
-
-def _show(title: str, rows: list[list[str]]) -> None:
-    """With rich where it is installed and the output is a terminal, else as plain text."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(title=title, title_justify="left")
-            table.add_column("")
-            table.add_column("", justify="right")
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    print(title)
-    print(text_table(["", ""], rows).lstrip("\n"))
 
 
 if __name__ == "__main__":

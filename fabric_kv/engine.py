@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from . import _native
+    from .topology import Topology
 
 __all__ = ["Engine"]
 
@@ -143,6 +144,46 @@ class Engine:
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
         _engines.add(self)
         self._dispatcher.start()
+
+    @classmethod
+    def from_topology(
+        cls,
+        topology: Topology | None = None,
+        *,
+        provider: str | None = None,
+        options: EngineOptions = EngineOptions(),
+    ) -> Engine:
+        """Open an engine with one device group for each GPU that this process sees, or one for the host.
+
+        Parameters
+        ----------
+        topology : Topology, optional
+            Of :func:`fabric_kv.topology.discover`; by default what it finds on this machine. Group i serves device i.
+        provider : str, optional
+            For discovery: libfabric provider. Without it only RDMA NICs are looked for.
+        options : EngineOptions
+
+        Raises
+        ------
+        TopologyError
+            If there is no usable NIC; the message says which were left out and why.
+        FabricError
+            If a NIC cannot be opened.
+        ConfigError
+            If both a topology and a provider are given.
+        """
+        if topology is None:
+            from .topology import discover
+
+            topology = discover(provider=provider)
+        elif provider is not None:
+            raise ConfigError("give a topology or a provider, not both: a topology has its provider")
+        arguments = topology.engine_arguments()
+        for group in topology.groups:
+            _log.info("%s: %s: %s", group.label, ", ".join(nic.label for nic in group.nics), group.reason)
+        for warning in topology.warnings:
+            _log.warning("topology: %s", warning)
+        return cls(**arguments, options=options)
 
     # -- identity ------------------------------------------------------------------------------------------------------
 

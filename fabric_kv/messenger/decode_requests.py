@@ -1,0 +1,277 @@
+"""What becomes of a submitted request on the decode side: messages, counters and timers drive its machine.
+
+>>> DecodeMessenger(engine, spec, regions).state()["requests"]       # DecodeMessenger builds on this
+
+The machine itself is a pure function, :func:`fabric_kv.messenger.fetch.fetch_step`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..cache import CacheSpec
+from ..config import Bounds
+from ..errors import ClosedError, FabricKVError, PeerUnreachableError, ProtocolError, RequestFailedError
+from . import wire
+from .actor import Actor
+from .fetch import Fetch, FetchEffect, FetchEvent, fetch_step
+from .handle import RequestResult
+from .prefill_peer import DecodePeers, PrefillPeer
+from .requests import Fetching, PoisonedPages, error_of
+from .state import (
+    Accepted,
+    CancelConfirmed,
+    CancelExpired,
+    Closing,
+    CounterBroken,
+    CounterFired,
+    DeadlinePassed,
+    EngineClosed,
+    Failed,
+    PeerLeft,
+    PeerLost,
+    Rejected,
+    RequestState,
+)
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..transfers import Counter, MemoryRegion
+    from .tail import TailPool
+
+__all__ = ["DecodeRequests"]
+
+
+class DecodeRequests(DecodePeers):
+    """The part of the decode messenger that sees requests to their end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: CacheSpec,
+        regions: Sequence[Sequence[MemoryRegion]],
+        tail: TailPool | None,
+        bounds: Bounds,
+        actor: Actor | None,
+    ) -> None:
+        super().__init__(engine, spec, regions, tail, bounds, actor)
+        self._lock = threading.Lock()  # Guards the next three, which submit() looks at.
+        self._num_requests = 0
+        self._poisoned: list[PoisonedPages] = []
+        self._poisoned_pages: list[set[int]] = [set() for _ in spec.layout.groups]
+
+    def _give_back(self, fetching: Fetching, *, clean: bool) -> None:
+        """Counters and tail slot of a request that has ended."""
+        for counter in fetching.counters:
+            try:
+                if counter is not None:
+                    counter.release(quiescent=clean)
+            except ClosedError:
+                pass  # The engine took its counters back when it was closed.
+        if fetching.tail_slot is not None and self._tails is not None:
+            self._tails.release(fetching.tail_slot, clean=clean)
+        with self._lock:
+            self._num_requests -= 1
+            if not clean:
+                self._poisoned.append(PoisonedPages(fetching.request_id, fetching.peer.epoch, tuple(fetching.pages)))
+                for pages, poisoned in zip(fetching.pages, self._poisoned_pages, strict=True):
+                    poisoned.update(pages.tolist())
+
+    # --- On the actor's thread ----------------------------------------------------------------------------------------
+
+    def _send_request(self, fetching: Fetching) -> None:
+        peer = fetching.peer
+        if self._closing or not peer.alive:
+            # Never sent, so nothing can land.
+            fetching.fetch = Fetch(
+                waiting=0,
+                phase=RequestState.CLOSED if self._closing else RequestState.PEER_LOST,
+                reason="the messenger is closing" if self._closing else f"{peer._gone}, before it was sent",
+                pages_clean=True,
+            )
+            self._end(fetching)
+            return
+        fetching.generation = peer._next_generation
+        peer._next_generation += 1
+        self._last_number = max(self._last_number, fetching.generation)
+        peer._open[fetching.generation] = fetching
+        self._after(fetching, self._bounds.accept_s, self._on_accept_expired)
+        self._after(fetching, fetching.deadline_s, self._on_deadline)
+        peer._link.send(fetching.message())
+        for rank, counter in enumerate(fetching.counters):
+            if counter is not None:
+                counter.add_done_callback(partial(self._on_counter_done, fetching, rank))
+
+    def _count_callback_error(self) -> None:
+        self._counts["callback_errors"] += 1
+
+    def _after(self, fetching: Fetching, delay_s: float, command: Any) -> None:
+        fetching.timers.append(self._actor.after(delay_s, partial(command, fetching)))
+
+    def _on_accept_expired(self, fetching: Fetching) -> None:
+        if fetching.fetch.phase is RequestState.SENT:
+            self._apply(fetching, DeadlinePassed(f"neither accepted nor rejected within {self._bounds.accept_s:g} s"))
+
+    def _on_deadline(self, fetching: Fetching) -> None:
+        self._apply(fetching, DeadlinePassed(f"its deadline of {fetching.deadline_s:g} s passed"))
+
+    def _on_counter_done(self, fetching: Fetching, rank: int, counter: Counter) -> None:
+        """On the engine's dispatcher thread."""
+        error = counter.exception(0)
+        event: FetchEvent
+        if error is None:
+            event = CounterFired(rank)
+        elif isinstance(error, ClosedError):
+            event = EngineClosed()
+        else:
+            event = CounterBroken(str(error))
+        self._actor.post(partial(self._on_counter, fetching, event))
+
+    def _on_counter(self, fetching: Fetching, event: FetchEvent) -> None:
+        if not fetching.fetch.phase.final:  # Otherwise it was us who released the counter.
+            self._apply(fetching, event)
+
+    def _on_message(self, epoch: bytes, message: wire.Message) -> None:
+        peer = self._peers.get(epoch)
+        if peer is None:
+            self._counts["unknown_peer"] += 1
+            return
+        match message:
+            case wire.HelloReply():
+                self._on_reply(peer, message)
+            case wire.Goodbye(session, quiescent):
+                if session == peer._session:
+                    self._on_goodbye(peer, quiescent)
+            case wire.Accept(generation):
+                self._on_answer(peer, generation, Accepted())
+            case wire.Reject(generation, reason):
+                self._on_answer(peer, generation, Rejected(reason))
+            case wire.Fail(generation, reason, pages_clean):
+                self._on_answer(peer, generation, Failed(reason, pages_clean))
+            case wire.CancelConfirm(generation, pages_clean):
+                self._on_answer(peer, generation, CancelConfirmed(pages_clean))
+            case _:
+                self._counts["misdirected"] += 1
+
+    def _on_answer(self, peer: PrefillPeer, generation: int, event: FetchEvent) -> None:
+        fetching = peer._open.get(generation)
+        if fetching is None:
+            self._counts["late"] += 1
+            return
+        if isinstance(event, Accepted) and math.isnan(fetching.accepted_s):
+            fetching.accepted_s = self._actor.now()
+        self._apply(fetching, event)
+
+    def _apply(self, fetching: Fetching, event: FetchEvent) -> None:
+        if fetching.generation < 0:
+            return  # It ended before it was sent.
+        fetching.fetch, effects = fetch_step(fetching.fetch, event)
+        for effect in effects:
+            match effect:
+                case FetchEffect.SEND_CANCEL:
+                    fetching.peer._link.send(wire.Cancel(fetching.generation))
+                case FetchEffect.START_CANCEL_TIMER:
+                    self._after(fetching, self._bounds.cancel_s, lambda f: self._apply(f, CancelExpired()))
+                case FetchEffect.LATE:
+                    self._counts["late"] += 1
+                case FetchEffect.END:
+                    self._end(fetching)
+        if not fetching.fetch.phase.final:
+            fetching.handle._set_state(fetching.fetch.phase)
+
+    def _end(self, fetching: Fetching) -> None:
+        peer, fetch = fetching.peer, fetching.fetch
+        for timer in fetching.timers:
+            timer.cancel()
+        peer._open.pop(fetching.generation, None)
+        phase = fetch.phase
+        outcome = self._result(fetching) if phase is RequestState.READY else error_of(fetching)
+        if phase is RequestState.READY and isinstance(outcome, FabricKVError):
+            phase = RequestState.FAILED
+        clean = bool(fetch.pages_clean)
+        self._give_back(fetching, clean=clean)
+        self._counts[phase.name.lower()] += 1
+        self._counts["poisoned_requests"] += not clean
+        fetching.handle._end(phase, outcome)
+        if peer._gone is not None and not peer._open:
+            self._drop(peer, peer._gone)
+        self._advance_close()
+
+    def _result(self, fetching: Fetching) -> RequestResult | FabricKVError:
+        """What the caller gets when every counter has fired."""
+        tail = None
+        if fetching.tail_slot is not None and self._tails is not None:
+            header = self._tails.header(fetching.request_id, fetching.generation, fetching.peer.epoch)
+            try:
+                tail = self._tails.take(fetching.tail_slot, header)
+            except ProtocolError as error:
+                return RequestFailedError(
+                    f"request {fetching.request_id!r}: {error}",
+                    request_id=fetching.request_id,
+                    peer=fetching.peer.epoch.hex(),
+                    pages_clean=True,
+                    reason="wrong_tail",
+                )
+        return RequestResult(
+            request_id=fetching.request_id,
+            tail=tail,
+            source_set=fetching.source_set,
+            submitted_s=fetching.submitted_s,
+            accepted_s=fetching.accepted_s,
+            ready_s=self._actor.now(),
+        )
+
+    def _on_goodbye(self, peer: PrefillPeer, quiescent: bool) -> None:
+        self._give_up(peer, PeerUnreachableError("the prefill side closed during the handshake", peer=peer.epoch.hex()))
+        peer._gone = peer._gone or "the prefill side said goodbye"
+        for fetching in list(peer._open.values()):
+            self._apply(fetching, PeerLeft(quiescent))
+        if not peer._open:
+            self._drop(peer, peer._gone)
+        self._advance_close()
+
+    def _on_peer_lost(self, epoch: bytes, reason: str) -> None:
+        peer = self._peers.get(epoch)
+        if peer is None:
+            return
+        self._counts["peers_lost"] += 1
+        self._give_up(peer, PeerUnreachableError(f"the prefill side was lost: {reason}", peer=epoch.hex()))
+        self._drop(peer, reason)
+        for fetching in list(peer._open.values()):
+            self._apply(fetching, PeerLost(reason))
+        self._advance_close()
+
+    # --- The end ------------------------------------------------------------------------------------------------------
+
+    def _open_requests(self) -> list[Fetching]:
+        return [fetching for peer in self._peers.values() for fetching in peer._open.values()]
+
+    def _num_open(self) -> int:
+        return len(self._open_requests())
+
+    def _close_requests(self) -> None:
+        for fetching in self._open_requests():
+            self._apply(fetching, Closing())
+
+    def _end_requests(self) -> None:
+        """The backstop: whatever is still open ends now, and its pages are not clean."""
+        for fetching in self._open_requests():
+            self._apply(fetching, Closing())
+            self._apply(fetching, CancelExpired())
+
+    def _snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            poisoned = sum(pages.size for item in self._poisoned for pages in item.pages)
+        return {
+            "peers": {
+                epoch.hex(): {"alive": peer.alive, "session": peer._session, "requests": len(peer._open)}
+                for epoch, peer in self._peers.items()
+            },
+            "requests": [fetching.snapshot() for fetching in self._open_requests()],
+            "poisoned_pages": poisoned,
+            "counts": dict(self._counts),
+        }

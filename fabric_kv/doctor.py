@@ -12,6 +12,7 @@ The exit status is 0 if nothing is wrong, else 1.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from . import checks
 from .checks import Finding
-from .errors import FabricKVError
+from .errors import FabricError, FabricKVError
 from .tables import print_table
 from .topology import Machine, Topology, choose, read_machine
 
@@ -71,7 +72,8 @@ def _discover(provider: str | None) -> tuple[Machine | None, Topology | None, li
         topology = choose(machine, provider=provider, environ=os.environ)
     except FabricKVError as error:
         text, _, hint = str(error).partition("Hint: ")
-        return machine, None, [Finding("problem", "topology", text.strip(), hint)]
+        fix = hint or "mend what the message names: FABRIC_KV_NICS, FABRIC_KV_TOPOLOGY, CUDA_VISIBLE_DEVICES"
+        return machine, None, [Finding("problem", "topology", text.strip(), fix)]
     return machine, topology, [Finding("note", "topology", warning) for warning in topology.warnings]
 
 
@@ -88,9 +90,19 @@ def _choice(topology: Topology) -> Iterable[Finding]:
             rails = [rail for group in engine.describe()["groups"] for rail in group["rails"]]
     except FabricKVError as error:
         text, _, hint = str(error).partition("Hint: ")
-        yield Finding("problem", "opening", text.strip(), hint or "the message names what was tried and the cause")
+        yield Finding("problem", "opening", text.strip(), hint or _opening_fix(error))
     else:
-        yield Finding("ok", "opening", f"{len(rails)} NICs in {len(arguments['groups'])} groups were opened and closed")
+        counts = f"{len(rails)} NIC(s) in {len(arguments['groups'])} group(s)"
+        yield Finding("ok", "opening", f"{counts} were opened and closed")
+
+
+def _opening_fix(error: FabricKVError) -> str:
+    """What helps where the message itself has no hint."""
+    if isinstance(error, FabricError) and error.op == "fi_enable" and error.fi_errno == errno.EINVAL:
+        return "on Soft-RoCE: export FI_UNIVERSE_SIZE=32, its completion queues are small"
+    if isinstance(error, FabricError) and error.fi_errno == errno.ENOMEM:
+        return "ulimit -l unlimited; docker run --ulimit memlock=-1"
+    return "FI_LOG_LEVEL=warn shows what libfabric says; FABRIC_KV_NICS='^NAME' goes on without this NIC"
 
 
 def _print(findings: Sequence[Finding], problems: Sequence[Finding]) -> None:

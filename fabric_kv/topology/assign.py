@@ -86,7 +86,7 @@ def _core_reason(worker: Worker | None, place: Place) -> str:
 def _want(machine: Machine, pick: Pick, place: Place, allowed: frozenset[int]) -> Want:
     near = parse_cpus(place.cpus) & allowed
     node = parse_cpus(machine.nodes.get(place.numa, "") if place.numa is not None else "") & allowed
-    same = [gpu.pci for gpu in machine.gpus if gpu.place.cpus == place.cpus]
+    same = [gpu.pci for gpu in machine.devices if gpu.place.cpus == place.cpus]
     rank = same.index(pick.gpu.pci) if pick.gpu and pick.gpu.pci in same else 0
     return Want(tuple(cpus for cpus in (near, node) if cpus), rank, max(len(same), 1))
 

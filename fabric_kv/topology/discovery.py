@@ -122,7 +122,7 @@ def choose(
         left_out = [(nic, f"{path} does not name it") for nic in machine.nics if nic.label not in taken]
         warnings += more
     elif visible:
-        shares = dict(zip([gpu.pci for gpu in machine.gpus], divide(machine.gpus, usable), strict=True))
+        shares = dict(zip([gpu.pci for gpu in machine.devices], divide(machine.devices, usable), strict=True))
         picks = [Pick(gpu=gpu, share=shares[gpu.pci]) for gpu in visible]
     else:
         picks = [Pick(gpu=None, share=host_share(usable, bool(machine.gpus)))]

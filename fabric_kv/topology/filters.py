@@ -87,10 +87,9 @@ def visible_gpus(machine: Machine, text: str | None, *, by_bus: bool = False) ->
     TopologyError
         If an item is a UUID that cannot be looked up here.
     """
-    usable = [gpu for gpu in machine.gpus if gpu.usable]
+    gpus = [gpu for gpu in machine.devices if gpu.usable]
     if text is None:
-        return usable, []
-    gpus = [gpu for gpu in usable if gpu.vendor_device.startswith("10de:")] or usable
+        return gpus, []
     found: list[Gpu] = []
     warnings: list[str] = []
     for item in (part.strip() for part in text.split(",")):

@@ -42,7 +42,7 @@ class Reader:
         self._live = live
         self._data = data
         self._stack = ExitStack()
-        arguments = [sys.executable, "-S", str(Path(__file__).with_name("hwloc_child.py")), _site_packages()]
+        arguments = [sys.executable, "-P", "-S", str(Path(__file__).with_name("hwloc_child.py")), _site_packages()]
         env = {name: value for name, value in os.environ.items() if not name.startswith("HWLOC_")}
         # CUDA would be initialised, which takes seconds and GPU memory. Our own CPU says nothing about a folder's.
         env["HWLOC_COMPONENTS"] = "-cuda,-nvml" if live else "-cuda,-nvml,-x86"
@@ -51,10 +51,10 @@ class Reader:
             env["HWLOC_FSROOT"] = str(root)
         if data is None:
             arguments.append("--live")
-        # A file takes what the child prints, so that neither waits for the other.
-        self._stdin = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        self._stdout = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        self._stderr = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        # Files in memory take what the child prints, so that neither waits for the other; /tmp may be read-only.
+        self._stdin, self._stdout, self._stderr = (
+            self._stack.enter_context(os.fdopen(os.memfd_create(name), "w+b")) for name in ("stdin", "stdout", "stderr")
+        )
         self._stdin.write(data or b"")
         self._stdin.seek(0)
         try:
@@ -79,9 +79,12 @@ class Reader:
     def folder(cls, sys_folder: Path) -> Reader:
         """Read a folder that stands for ``/sys``."""
         with ExitStack() as stack:
-            # hwloc wants the root of a file system.
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabric_kv_")))
-            (root / "sys").symlink_to(sys_folder.resolve())
+            try:
+                # hwloc wants the root of a file system.
+                root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fabric_kv_")))
+                (root / "sys").symlink_to(sys_folder.resolve())
+            except OSError as error:
+                raise TopologyError(f"{sys_folder}: cannot be prepared: {error}", device=str(sys_folder)) from error
             reader = cls(str(sys_folder), data=None, root=root)
             reader._stack.push(stack.pop_all())
             return reader
@@ -117,7 +120,10 @@ class Reader:
         if code is None:
             raise TopologyError(f"{self.source}: hwloc did not finish within {TIMEOUT_S:g} s", device=self.source)
         if code != 0:
-            how = f"crashed ({signal.Signals(-code).name})" if code < 0 else "cannot read it"
+            how = "cannot read it"
+            if code < 0:
+                how = "took too much cpu time" if -code == signal.SIGXCPU else "crashed"
+                how += f" ({signal.Signals(-code).name})"
             raise TopologyError(f"{self.source}: hwloc {how}: {said or 'it gives no reason'}", device=self.source)
         try:
             return to_machine(output, self.source, live=self._live, said=said)

@@ -12,6 +12,7 @@ process; and pyhwloc loads its libhwloc 3 with global symbols, which would break
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import sys
 from typing import Any
@@ -22,7 +23,8 @@ MAX_ANCHORS = 1024
 MAX_DEPTH = 64
 MAX_CPUS_TEXT = 1 << 16
 MEMORY_BYTES = 2 << 30
-CPU_S = 10
+OUTPUT_BYTES = 64 << 20
+CPU_S = 5
 NETWORK, OPENFABRICS = 1 << 4, 1 << 5
 KEPT_INFOS = ("NVIDIAUUID", "AMDUUID", "GPUModel")
 
@@ -31,11 +33,16 @@ def load(data: str | None) -> Any:
     """The loaded topology: of an XML text, or of this system."""
     from pyhwloc.topology import Topology, TopologyFlags, TypeFilter
 
-    topology = Topology.from_this_system() if data is None else Topology.from_xml_buffer(data)
-    # By default hwloc keeps no I/O devices. It crashes on distances without a name, and we need none.
-    topology.set_all_types_filter(TypeFilter.KEEP_ALL)
-    topology.set_flags([TopologyFlags.NO_DISTANCES, TopologyFlags.NO_MEMATTRS, TopologyFlags.NO_CPUKINDS])
-    return topology.load()
+    logging.disable()  # pyhwloc complains of a topology that was never loaded, after the error that says so
+    try:
+        topology = Topology.from_this_system() if data is None else Topology.from_xml_buffer(data)
+        # By default hwloc keeps no I/O devices. It crashes on distances without a name, and we need none.
+        topology.set_all_types_filter(TypeFilter.KEEP_ALL)
+        topology.set_flags([TopologyFlags.NO_DISTANCES, TopologyFlags.NO_MEMATTRS, TopologyFlags.NO_CPUKINDS])
+        return topology.load()
+    except ValueError as error:
+        what = "it refuses this system" if data is None else "it is no valid XML of hwloc 2 or 3"
+        raise ValueError(f"{what} ({error})") from error
 
 
 def cpus_of(obj: Any) -> str:
@@ -131,12 +138,13 @@ def main() -> int:
     if "--live" not in sys.argv:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_BYTES, OUTPUT_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         data = sys.stdin.buffer.read().decode("utf-8", "replace")
     try:
         result = json.dumps(describe(load(data)))
     except (ValueError, OSError, RuntimeError, MemoryError, NotImplementedError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(str(error) or type(error).__name__, file=sys.stderr)
         return 3
     sys.stdout.write(result)
     sys.stdout.flush()

@@ -21,7 +21,8 @@ from .sysfs import nvidia_gpus, rdma_devices
 
 __all__ = ["read_bytes", "read_machine"]
 
-MAX_BYTES = 16 << 20
+# The largest recordings, with every cache of every core, stay below 1 MiB.
+MAX_BYTES = 8 << 20
 
 
 def read_machine(source: str | Path | None = None, *, provider: str | None = None) -> Machine:
@@ -57,7 +58,7 @@ def read_machine(source: str | Path | None = None, *, provider: str | None = Non
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file of at most 16 MiB; TopologyError otherwise."""
+    """A file of at most 8 MiB; TopologyError otherwise."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

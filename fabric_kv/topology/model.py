@@ -187,6 +187,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         numa = next(iter(self.nodes)) if len(self.nodes) == 1 else None
         return self.places.get(pci or "") or Place(numa=numa, cpus=self.cpus)
 
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """The GPUs that compute: where there are NVIDIA's, an AMD one is the display of a desktop's processor."""
+        return tuple(gpu for gpu in self.gpus if gpu.vendor_device.startswith("10de:")) or self.gpus
+
     def gpu(self, address: str) -> Gpu:
         """The GPU with a PCI address; TopologyError names it and those there are."""
         for gpu in self.gpus:

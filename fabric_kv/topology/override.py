@@ -19,7 +19,7 @@ from ..errors import ConfigError, TopologyError
 from .assign import Pick
 from .cpus import format_cpus, parse_cpus
 from .distances import Distance, distance
-from .model import Gpu, Machine, Nic, Place, pci_address
+from .model import MAX_NICS, Gpu, Machine, Nic, Place, pci_address
 from .result import VERSION, Group, LeftOut, Rail, Topology
 from .rules import Share
 
@@ -66,6 +66,8 @@ def read_override(data: bytes, source: str) -> Override:
         for group in override.groups:
             if group.gpu is not None and pci_address(group.gpu) is None:
                 raise ConfigError(f"gpu {group.gpu!r} is no PCI address such as 0000:0f:00.0")
+            if len(group.nics) > MAX_NICS:
+                raise ConfigError(f"a group has {len(group.nics)} NICs")
             for text in (group.cpus, group.worker_cpus):
                 parse_cpus(text or "")
         counts = Counter(pci_address(group.gpu) if group.gpu else None for group in override.groups)
@@ -121,6 +123,11 @@ def resolve(
     for group in override.groups:
         gpu = machine.gpu(group.gpu) if group.gpu is not None else None
         nics = tuple(_find(item, machine, source) for item in group.nics)
+        twice = next((nic.label for index, nic in enumerate(nics) if nic in nics[:index]), None)
+        if twice:
+            raise TopologyError(
+                f"{source} names NIC {twice} twice in the group of {group.gpu or 'the host'}", device=twice
+            )
         for nic in nics:
             if nic.port == "down" or (machine.libfabric is not None and nic.provider is None):
                 why = "its port is not active" if nic.port == "down" else f"{machine.libfabric} does not offer it"

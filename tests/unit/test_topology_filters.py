@@ -141,6 +141,15 @@ def test_visible_devices_by_uuid() -> None:
             choose(made, gpus=text)
 
 
+def test_the_display_of_a_desktop_s_processor_is_no_device() -> None:
+    made = machine(
+        [msgspec.structs.replace(gpu(1), vendor_device="1002:164e"), gpu(2)], [nic("mlx5_0", 9), nic("mlx5_1", 10)]
+    )
+    (group,) = choose(made).groups
+    assert (group.gpu, group.gpu_index, len(group.nics)) == ("0000:02:00.0", 0, 2)
+    assert choose(made, gpus="0").groups == (group,)
+
+
 def test_unlike_gpus_are_warned_of() -> None:
     made = machine([gpu(1), msgspec.structs.replace(gpu(2), vendor_device="10de:1111")], [nic("mlx5_0", 9)])
     assert any("CUDA_DEVICE_ORDER" in warning for warning in choose(made, gpus="0").warnings)
@@ -204,6 +213,8 @@ def test_override_wins(tmp_path: Path) -> None:
         ([{"gpu": None, "nics": []}, {"gpu": None, "nics": []}], "the host has 2 groups"),
         ([{"gpu": "0000:0c:00.0", "nics": []}, {"gpu": "0000:0C:00.0", "nics": []}], "0000:0c:00.0 has 2 groups"),
         ([{"gpu": None, "nics": 3}], "Expected `array`"),
+        ([{"gpu": None, "nics": ["mlx5_0", "0000:07:00.0"]}], "names NIC mlx5_0 twice in the group of the host"),
+        ([{"gpu": None, "nics": ["mlx5_0"] * 2000}], "a group has 2000 NICs"),
     ],
 )
 def test_mistakes_in_an_override_are_named(tmp_path: Path, groups: list[object], match: str) -> None:

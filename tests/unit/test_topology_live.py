@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -75,6 +76,35 @@ def test_a_typo_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FABRIC_KV_NICS", "=mlx5_nonsense")
     with pytest.raises(TopologyError, match="mlx5_nonsense"):
         discover()
+
+
+@needs_hwloc
+def test_engine_from_topology(tcp: Topology, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="fabric_kv"), fabric_kv.Engine.from_topology(tcp) as engine:
+        groups = engine.describe()["groups"]
+    assert [[rail["domain"] for rail in group["rails"]] for group in groups] == [
+        [nic.domain for nic in group.nics] for group in tcp.groups
+    ]
+    assert [group["cpus"] for group in groups] == [sorted(parse_cpus(group.worker_cpus)) for group in tcp.groups]
+    assert tcp.groups[0].reason in caplog.text
+    with pytest.raises(ConfigError, match="not both"):
+        fabric_kv.Engine.from_topology(tcp, provider="tcp")
+    with pytest.raises(TopologyError, match="no usable NIC"):
+        fabric_kv.Engine.from_topology(Topology())
+
+
+@needs_hwloc
+def test_engine_from_topology_of_this_machine() -> None:
+    with fabric_kv.Engine.from_topology(provider="tcp") as engine:
+        assert "tcp" in engine.describe()["groups"][0]["rails"][0]["provider"]
+
+
+def test_the_core_links_no_hwloc() -> None:
+    """It would meet pyhwloc's, of another version, in one process."""
+    core = importlib.util.find_spec("fabric_kv._native")
+    assert core is not None
+    assert core.origin is not None
+    assert b"libhwloc" not in Path(core.origin).read_bytes()
 
 
 def test_importing_topology_loads_neither_hwloc_nor_numpy() -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fabric_kv.models import PRESETS, layout_from_config
-from fabric_kv.placement import Placement
-from fabric_kv.sharding import CacheSpec, KVLayout, plan_transfer
+from fabric_kv.sharding import PRESETS, CacheSpec, KVLayout, Placement, layout_from_config, plan_transfer
 
 pytest.importorskip("pytest_benchmark")
 

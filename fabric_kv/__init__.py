@@ -13,16 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import CacheSpec as CacheSpec
     from .config import Bounds as Bounds
     from .config import EngineOptions as EngineOptions
     from .engine import Engine as Engine
     from .errors import *  # noqa: F403
-    from .layout import KVLayout as KVLayout
-    from .placement import Placement as Placement
     from .regions import CounterToken as CounterToken
     from .regions import RemoteRegion as RemoteRegion
+    from .sharding import CacheSpec as CacheSpec
+    from .sharding import KVLayout as KVLayout
+    from .sharding import Placement as Placement
+    from .sharding import RankMemory as RankMemory
+    from .sharding import SourcePicker as SourcePicker
     from .sharding import TransferPlan as TransferPlan
+    from .sharding import layout_from_config as layout_from_config
     from .sharding import plan_transfer as plan_transfer
     from .transfers import Counter as Counter
     from .transfers import MemoryRegion as MemoryRegion
@@ -33,18 +36,21 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Bounds": "config",
-    "CacheSpec": "cache",
+    "CacheSpec": "sharding",
     "Counter": "transfers",
     "CounterToken": "regions",
     "Engine": "engine",
     "EngineOptions": "config",
-    "KVLayout": "layout",
+    "KVLayout": "sharding",
     "MemoryRegion": "transfers",
     "PagePiece": "transfers",
-    "Placement": "placement",
+    "Placement": "sharding",
+    "RankMemory": "sharding",
     "RemoteRegion": "regions",
+    "SourcePicker": "sharding",
     "Transfer": "transfers",
     "TransferPlan": "sharding",
+    "layout_from_config": "sharding",
     "plan_transfer": "sharding",
 }
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from . import checks
 from .checks import Finding
 from .errors import FabricError, FabricKVError
-from .tables import print_table
+from .tools.tables import print_table
 from .topology import Machine, Topology, choose, read_machine
 
 __all__ = ["examine", "main"]

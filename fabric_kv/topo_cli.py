@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ConfigError, TopologyError
-from .tables import print_table
+from .tools.tables import print_table
 from .topology import Machine, Nic, Topology, choose, discover, distance, read_machine
 
 __all__ = ["main"]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import ClosedError, ConfigError, PeerLostError, WouldBlockError
+from ..sharding import CacheSpec
 from .actor import Actor
 from .decode_requests import DecodeRequests
 from .fetch import Fetch

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import ClosedError, FabricKVError, PeerUnreachableError, ProtocolError, RequestFailedError
+from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
 from .fetch import Fetch, FetchEffect, FetchEvent, fetch_step

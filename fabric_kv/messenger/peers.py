@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache import CacheSpec
 from ..errors import ConfigError, FabricKVError, WouldBlockError
-from ..sharding import TransferPlan
+from ..sharding import CacheSpec, TransferPlan
 from . import wire
 from .actor import Actor, Timer
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from numpy.typing import ArrayLike
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import ConfigError
+from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
 from .posting import Submission, TailSubmission

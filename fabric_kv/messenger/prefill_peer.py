@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import ClosedError, ConfigError, FabricKVError, PeerUnreachableError, PlanError, ProtocolError
-from ..placement import SourcePicker
 from ..regions import EngineAddress
-from ..sharding import TransferPlan, plan_transfer
+from ..sharding import CacheSpec, SourcePicker, TransferPlan, plan_transfer
 from . import wire
 from .actor import Actor, Timer
 from .base import ANSWER_S, Messenger

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import ConfigError, FabricKVError
+from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
 from .posting import Outflow, Poster, may_still_land

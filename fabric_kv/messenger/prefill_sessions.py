@@ -11,10 +11,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..cache import CacheSpec
 from ..config import Bounds
 from ..errors import FabricKVError, ProtocolError
 from ..regions import EngineAddress
+from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
 from .base import Messenger

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..cache import CacheSpec
 from ..errors import ConfigError, FabricKVError, ProtocolError
 from ..regions import RemoteRegion
-from ..sharding import TransferPlan, plan_transfer
+from ..sharding import CacheSpec, TransferPlan, plan_transfer
 from . import wire
 from .peers import Link, check_page_lists, check_regions, tail_difference
 from .scheduler import PrefillRequest, RequestKey

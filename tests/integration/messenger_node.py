@@ -12,13 +12,11 @@ import threading
 
 import numpy as np
 
-from fabric_kv.cache import CacheSpec
 from fabric_kv.config import Bounds, EngineOptions
 from fabric_kv.engine import Engine
 from fabric_kv.errors import FabricKVError
-from fabric_kv.layout import KVLayout
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
-from fabric_kv.placement import Placement
+from fabric_kv.sharding import CacheSpec, KVLayout, Placement
 
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0

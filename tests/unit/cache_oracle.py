@@ -16,8 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from fabric_kv.cache import CacheSpec
-from fabric_kv.sharding import PageWrite, TransferPlan
+from fabric_kv.sharding import CacheSpec, PageWrite, TransferPlan
 
 Cells = NDArray[np.int64]
 CANARY = -1

@@ -11,12 +11,10 @@ import random
 
 import numpy as np
 
-from fabric_kv.cache import CacheSpec
 from fabric_kv.config import Bounds, EngineOptions
-from fabric_kv.layout import KVLayout
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
 from fabric_kv.messenger.actor import ManualActor
-from fabric_kv.placement import Placement
+from fabric_kv.sharding import CacheSpec, KVLayout, Placement
 from fabric_kv.testing import MemoryFabric
 
 LAYERS, HEADS, DIM = 2, 3, 2

@@ -37,7 +37,11 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_import_and_plan_work_without_libfabric(tmp_path: Path) -> None:
-    python("from fabric_kv import errors, layout, sharding", FABRIC_KV_LIBFABRIC_HOME=str(tmp_path))
+    loaded = python(
+        "import sys; from fabric_kv import KVLayout, errors, sharding, plan_transfer; print(*sys.modules)",
+        FABRIC_KV_LIBFABRIC_HOME=str(tmp_path),
+    ).split()
+    assert not (HEAVY - {"numpy"}) & set(loaded)
 
 
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)

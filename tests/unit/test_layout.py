@@ -7,12 +7,20 @@ import itertools
 import numpy as np
 import pytest
 
-from fabric_kv.cache import CacheSpec, RankMemory
 from fabric_kv.errors import ConfigError
-from fabric_kv.layout import Group, KVLayout, Part
-from fabric_kv.placement import Placement, even_stages
-from fabric_kv.places import Placed, Strided, offset_in
-from fabric_kv.sharding import plan_transfer
+from fabric_kv.sharding import (
+    CacheSpec,
+    Group,
+    KVLayout,
+    Part,
+    Placed,
+    Placement,
+    RankMemory,
+    Strided,
+    even_stages,
+    offset_in,
+    plan_transfer,
+)
 
 from .cache_oracle import Request, Simulation
 
@@ -52,7 +60,7 @@ def test_one_array(axes):
     "axes", ["KPNHD", "PKNHD", "PKHND", "vllm", "vllm_flashinfer", "flashinfer_nhd", "flashinfer_hnd"]
 )
 def test_one_array_per_layer(axes):
-    from fabric_kv.places import AXES
+    from fabric_kv.sharding import AXES
 
     letters = AXES.get(axes, axes)
     arrays = [numbered([SIZES[axis] for axis in letters]) + 7 * layer for layer in range(LAYERS)]

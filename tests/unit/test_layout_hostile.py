@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_kv.cache import MAX_SPEC_BYTES, CacheSpec
 from fabric_kv.errors import ConfigError
-from fabric_kv.layout import Group, KVLayout, Part
-from fabric_kv.placement import Placement
-from fabric_kv.sharding import plan_transfer
+from fabric_kv.sharding import CacheSpec, Group, KVLayout, Part, Placement, plan_transfer
+from fabric_kv.sharding.cache import MAX_SPEC_BYTES
 
 LAYOUT = KVLayout(
     4,

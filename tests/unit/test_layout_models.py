@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fabric_kv.errors import ConfigError
-from fabric_kv.models import PRESETS, layout_from_config
-from fabric_kv.placement import Placement
-from fabric_kv.sharding import CacheSpec, plan_transfer
+from fabric_kv.sharding import PRESETS, CacheSpec, Placement, layout_from_config, plan_transfer
 
 from .cache_oracle import Request, Simulation
 from .test_sharding_deployments import small

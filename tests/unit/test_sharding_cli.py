@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabric_kv.placement import Placement
-from fabric_kv.plan_cli import main
-from fabric_kv.sharding import CacheSpec, KVLayout, plan_transfer
+from fabric_kv.sharding import CacheSpec, KVLayout, Placement, plan_transfer
+from fabric_kv.tools.plan import main
 
 
 def run(capsys, *args):

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 from fabric_kv.errors import ConfigError, PlanError
-from fabric_kv.layout import Group, KVLayout, Part
-from fabric_kv.placement import Placement, SourcePicker, even_stages
-from fabric_kv.places import Placed
-from fabric_kv.sharding import CacheSpec, RankMemory, plan_transfer
+from fabric_kv.sharding import (
+    CacheSpec,
+    Group,
+    KVLayout,
+    Part,
+    Placed,
+    Placement,
+    RankMemory,
+    SourcePicker,
+    even_stages,
+    plan_transfer,
+)
 
 from .cache_oracle import Request, Simulation
 

@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from fabric_kv.placement import even_stages
-from fabric_kv.sharding import CacheSpec, KVLayout, Placement, plan_transfer
+from fabric_kv.sharding import CacheSpec, KVLayout, Placement, even_stages, plan_transfer
 
 from .cache_oracle import Request, Simulation
 

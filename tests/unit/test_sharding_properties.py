@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_kv.layout import DTYPE_BYTES, Group, KVLayout, Part
-from fabric_kv.placement import Placement
-from fabric_kv.places import Placed, Strided, local_layers
-from fabric_kv.sharding import CacheSpec, RankMemory, plan_transfer
+from fabric_kv.sharding import CacheSpec, Group, KVLayout, Part, Placed, Placement, RankMemory, Strided, plan_transfer
+from fabric_kv.sharding.layout import DTYPE_BYTES
+from fabric_kv.sharding.places import local_layers
 
 from .cache_oracle import Request, Simulation
 

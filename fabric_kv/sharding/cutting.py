@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..errors import PlanError
 from .cache import CacheSpec
-from .errors import PlanError
 from .fragments import Box, Cut, Fragment, cut_boxes
 from .pages import Pieces
 from .placement import Coords

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .layout import KVLayout, check_range
 from .placement import Placement
 from .places import (

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConfigError, PlanError
+from ..errors import ConfigError, PlanError
 from .layout import Group, check_range
 
 __all__ = ["PageMap", "PieceKind", "PieceRun", "Pieces", "Selected"]

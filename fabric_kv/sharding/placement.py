@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .layout import MAX_HEADS, MAX_LAYERS, check_range
 
 __all__ = ["Coords", "Placement", "SourcePicker", "even_stages"]

@@ -7,8 +7,8 @@ True
 
 from __future__ import annotations
 
+from ..errors import PlanError
 from .cache import CacheSpec
-from .errors import PlanError
 from .layout import Group
 from .places import LayerMemory
 

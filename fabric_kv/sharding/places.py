@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .layout import DTYPE_BYTES, Group, KVLayout, Order, Part, check_range
 from .placement import Placement
 

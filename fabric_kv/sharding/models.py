@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .layout import DTYPE_BYTES, MAX_LAYERS, Group, GroupKind, KVLayout, Order, Part
 
 __all__ = ["PRESETS", "layout_from_config"]

@@ -18,13 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cache import CacheSpec, Packing
-from .errors import ConfigError
-from .layout import DTYPE_BYTES
-from .models import PRESETS, layout_from_config
-from .placement import Placement, even_stages
-from .report import PlanCost
-from .sharding import TransferPlan, plan_transfer
+from ..errors import ConfigError
+from ..sharding import (
+    PRESETS,
+    CacheSpec,
+    Placement,
+    PlanCost,
+    TransferPlan,
+    even_stages,
+    layout_from_config,
+    plan_transfer,
+)
+from ..sharding.cache import Packing
+from ..sharding.layout import DTYPE_BYTES
 from .tables import print_table
 
 __all__ = ["main"]

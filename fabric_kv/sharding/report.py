@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..tables import text_table
 from .compat import describe_placement, format_ranges
 from .fragments import Fragment
-from .tables import text_table
 
 if TYPE_CHECKING:
-    from .sharding import TransferPlan
+    from .plan import TransferPlan
 
 __all__ = ["PairCost", "PlanCost", "cost_of", "explain"]
 

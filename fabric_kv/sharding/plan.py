@@ -15,29 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import CacheSpec, RankMemory
+from ..errors import ConfigError
+from .cache import CacheSpec
 from .compat import check_compatible
 from .cutting import Cutter
-from .errors import ConfigError
 from .fragments import Fragment
-from .layout import KVLayout, check_range
+from .layout import check_range
 from .pages import PageMap, Pieces
-from .placement import Placement, SourcePicker
 from .report import PlanCost, cost_of, explain
 from .routes import Routes
 
-__all__ = [
-    "CacheSpec",
-    "KVLayout",
-    "PageMap",
-    "PageWrite",
-    "Placement",
-    "RankMemory",
-    "SourcePicker",
-    "TransferPlan",
-    "plan_transfer",
-]
-
+__all__ = ["PageWrite", "TransferPlan", "plan_transfer"]
 
 MAX_REMEMBERED = 4096  # (rank, source set) pairs whose units are kept
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 
+from ..errors import ConfigError, PlanError
 from .cache import CacheSpec
-from .errors import ConfigError, PlanError
 from .layout import check_range
 from .placement import Coords
 

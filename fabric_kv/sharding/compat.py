@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .errors import PlanError
+from ..errors import PlanError
+from ..tables import text_table
 from .layout import Group, KVLayout
 from .placement import Placement
-from .tables import text_table
 
 __all__ = ["check_compatible", "compat_fields", "describe_placement", "difference", "format_ranges"]
 

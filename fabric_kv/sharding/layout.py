@@ -4,7 +4,7 @@
 >>> [part.name for part in layout.groups[0].parts]
 ['K', 'V']
 
-A layout says nothing about ranks (:mod:`fabric_kv.placement`) or addresses (:mod:`fabric_kv.cache`).
+A layout says nothing about ranks (:mod:`fabric_kv.sharding.placement`) or addresses (:mod:`fabric_kv.sharding.cache`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "Group", "GroupKind", "KVLayout", "Order", "Part", "check_range"]
 

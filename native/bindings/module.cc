@@ -2,6 +2,7 @@
 //
 // Blocking calls (poll, close, opening, registration) release the GIL; no Python code runs on a progress thread.
 #include "bindings/convert.h"
+#include "engine/open.h"
 #include "ofi/ofi_nic.h"
 
 namespace py = pybind11;
@@ -27,20 +28,8 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
     std::vector<std::vector<std::unique_ptr<Nic>>> nics;
     std::vector<GroupOptions> group_options;
     for (const auto& config : configs) {
-        std::vector<std::unique_ptr<Nic>> rails;
-        for (auto& info : ofi::find_nics({provider, config.nics})) {
-            try {
-                rails.push_back(ofi::open_nic(std::move(info)));
-            } catch (const Error& error) {
-                if (strict) throw;
-                left_out.push_back(error.what());
-            }
-        }
-        if (rails.empty())
-            throw Error(ErrorKind::kFabric, left_out.empty()
-                                                ? "no NIC"
-                                                : "no NIC of the group could be opened; the last: " + left_out.back());
-        nics.push_back(std::move(rails));
+        nics.push_back(open_rails(ofi::find_nics({provider, config.nics}), strict, left_out,
+                                  [](auto info) { return ofi::open_nic(std::move(info)); }));
         options.cpus = config.cpus;
         group_options.push_back(options);
     }

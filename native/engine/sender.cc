@@ -37,6 +37,7 @@ Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_
       rails_(rails),
       max_transfers_(max_transfers),
       max_write_bytes_(smallest_max_msg(rails)),
+      max_frame_bytes_(std::min<std::uint64_t>(max_write_bytes_, kFrameBytes)),
       events_(events) {}
 
 bool Sender::reserve(std::size_t n) {
@@ -49,7 +50,6 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
     auto& t = *transfer;
     t.live_index = live_.size();
     live_.push_back(std::move(transfer));
-    if (t.deadline_ns) ++num_deadlines_;
     if (t.kind == Transfer::Kind::kWrite) {
         const bool counted = t.token.unit_bytes > 0;
         t.cursor = PageCursor(
@@ -67,7 +67,8 @@ bool Sender::post(std::int64_t now) {
     return worked;
 }
 
-bool Sender::must_stop(Transfer& transfer) {
+bool Sender::must_stop(Transfer& transfer, std::int64_t now) {
+    if (transfer.deadline_ns && now >= transfer.deadline_ns) transfer.expired = true;
     if (transfer.peer->removed.load(std::memory_order_relaxed))
         fail(transfer, {0, 0, "post", "", "", "the peer was removed"});
     return transfer.failed || transfer.expired || transfer.cancelled.load(std::memory_order_relaxed);
@@ -79,7 +80,7 @@ bool Sender::post_messages(std::int64_t now) {
     for (std::size_t n = std::min(messages_.size(), kTurnsPerRound); n > 0; --n) {
         auto* t = messages_.front();
         messages_.pop_front();
-        if (!must_stop(*t) && post_message(*t, now) == PostResult::kAgain) {
+        if (!must_stop(*t, now) && post_message(*t, now) == PostResult::kAgain) {
             messages_.push_back(t);
             continue;
         }
@@ -95,7 +96,7 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
         auto* t = queue.front();
         queue.pop_front();
         const auto outstanding = t->outstanding;
-        const bool stopped = must_stop(*t) || post_some(*t, now) == PostResult::kFailed || t->all_posted;
+        const bool stopped = must_stop(*t, now) || post_some(*t, now) == PostResult::kFailed || t->all_posted;
         worked |= stopped || t->outstanding != outstanding;
         if (stopped)
             stop_posting(*t);
@@ -246,7 +247,7 @@ PostResult Sender::post_message(Transfer& transfer, std::int64_t now) {
     // An empty message is one frame without payload.
     do {
         const auto payload = std::span(transfer.message).subspan(transfer.message_offset);
-        const auto nbytes = std::min(payload.size(), kMaxFramePayload);
+        const auto nbytes = std::min(payload.size(), max_frame_bytes_ - sizeof(FrameHeader));
         const FrameHeader header{kFrameMagic,
                                  kFrameVersion,
                                  static_cast<std::uint16_t>(FrameKind::kData),
@@ -363,7 +364,6 @@ void Sender::finish(Transfer& transfer, Outcome outcome) {
     // Let go of its regions before anyone can hear that it has ended.
     for (auto& piece : transfer.pieces) piece.src->end_use();
     transfer.pieces.clear();
-    if (transfer.deadline_ns) --num_deadlines_;
     const auto index = transfer.live_index;
     std::swap(live_[index], live_.back());
     live_[index]->live_index = index;
@@ -371,14 +371,6 @@ void Sender::finish(Transfer& transfer, Outcome outcome) {
     live_.pop_back();
     in_flight_.fetch_sub(1);
     events_.post(std::move(event));
-}
-
-void Sender::check_deadlines(std::int64_t now) {
-    if (num_deadlines_ == 0) return;
-    for (auto& transfer : live_) {
-        // From here on it posts nothing; it ends, as expired, when what it has posted is retired.
-        if (transfer->deadline_ns && now >= transfer->deadline_ns) transfer->expired = true;
-    }
 }
 
 void Sender::stop_all() {

@@ -44,8 +44,6 @@ class Sender {
     // An error that no operation owns up to: everything on this endpoint fails, and stays owned until it is retired.
     void on_unattributed(Rail& rail, const OpError& error);
 
-    void check_deadlines(std::int64_t now);
-
     void stop_all();  // posts nothing more
     void end_all();   // the endpoints are closed: whatever is left is retired
 
@@ -64,7 +62,7 @@ class Sender {
     PostResult post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& transfer);
     std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
 
-    bool must_stop(Transfer& transfer);
+    bool must_stop(Transfer& transfer, std::int64_t now);
     void stop_posting(Transfer& transfer);
     void retire(Rail& rail, Op* op);
     void fail(Transfer& transfer, OpError error);
@@ -75,13 +73,13 @@ class Sender {
     std::vector<std::unique_ptr<Rail>>& rails_;
     const std::size_t max_transfers_;
     const std::uint64_t max_write_bytes_;
+    const std::size_t max_frame_bytes_;
     EventQueue& events_;
     std::atomic<std::size_t> in_flight_{0};
     bool stopping_ = false;
 
     std::vector<std::shared_ptr<Transfer>> live_;
     Queue urgent_, bulk_, messages_;  // not everything posted yet; served in turn
-    std::size_t num_deadlines_ = 0;   // live transfers that have one
 };
 
 }  // namespace fkv

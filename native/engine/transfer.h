@@ -50,7 +50,7 @@ struct Transfer {
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be
     bool failed = false;
-    bool expired = false;  // its deadline passed before everything was posted and retired
+    bool expired = false;  // its deadline passed before everything was posted
     std::uint32_t outstanding = 0;
     std::uint32_t outstanding_plain = 0;  // writes without an immediate that a later immediate answers for
     std::size_t live_index = 0;           // in the sender's list of transfers

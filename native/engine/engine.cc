@@ -52,6 +52,7 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
     if (nbytes == 0) throw Error(ErrorKind::kConfig, "a region of 0 bytes cannot be registered");
     auto& owner = group(index);
     auto region = std::make_shared<Region>();
+    region->epoch = address_.epoch;
     region->base = static_cast<std::byte*>(base);
     region->nbytes = nbytes;
     region->group = index;
@@ -72,6 +73,8 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
 }
 
 void Engine::deregister(const std::shared_ptr<Region>& region) {
+    if (region->epoch != address_.epoch)
+        throw Error(ErrorKind::kConfig, "the region was registered with another engine");
     if (const auto uses = region->drop())
         throw Error(ErrorKind::kConfig, "the region of " + std::to_string(region->nbytes) + " bytes is in use by " +
                                             std::to_string(uses) + " part(s) of transfers in flight");
@@ -101,6 +104,7 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
         if (!known) {
             known = std::make_shared<Peer>();
             known->epoch = address.epoch;
+            known->owner = address_.epoch;
             known->groups = address.groups;
             for (std::size_t i = 0; i < groups_.size(); ++i) {
                 known->sides.push_back(std::make_unique<Peer::Side>());
@@ -135,6 +139,8 @@ void Engine::check_remote(const Peer& peer, const RemoteRegion& region) const {
 }
 
 void Engine::check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t index, const CounterToken& token) {
+    if (piece.src->epoch != address_.epoch)
+        throw Error(ErrorKind::kConfig, "the source region was registered with another engine");
     if (piece.src->group != index)
         throw Error(ErrorKind::kConfig, "all source regions of a submission must belong to one group");
     check_remote(peer, *piece.dst);
@@ -165,6 +171,7 @@ std::uint64_t total_bytes(const std::vector<PagePiece>& pieces) {
 }  // namespace
 
 std::shared_ptr<Transfer> Engine::new_transfer(Transfer::Kind kind, const std::shared_ptr<Peer>& peer) {
+    if (peer->owner != address_.epoch) throw Error(ErrorKind::kConfig, "the peer was added to another engine");
     if (peer->removed.load()) throw Error(ErrorKind::kClosed, "the peer was removed");
     auto transfer = std::make_shared<Transfer>();
     transfer->id = next_id_.fetch_add(1);

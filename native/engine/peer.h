@@ -31,6 +31,7 @@ struct Peer {
     };
 
     Epoch epoch{};
+    Epoch owner{};                                            // the engine that knows it: nobody else may use its links
     std::vector<std::vector<std::vector<std::byte>>> groups;  // [group][rail] -> address bytes
     std::vector<std::unique_ptr<Side>> sides;                 // [our group]
     std::atomic<bool> removed{false};

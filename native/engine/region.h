@@ -60,6 +60,7 @@ struct Region {
             for (auto& handle : rail) static_cast<void>(handle.release());
     }
 
+    Epoch epoch{};  // of the engine that registered it
     std::byte* base = nullptr;
     std::uint64_t nbytes = 0;
     std::uint32_t group = 0;

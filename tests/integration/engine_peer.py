@@ -2,7 +2,7 @@
 
 >>> with PeerProcess() as peer:
 ...     address = peer.call("open", "tcp", ["127.0.0.1"])
-...     peer.start("hold_gil_until", fd); ...; peer.finish()
+...     with peer.holding_gil(): ...
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,18 @@ class Node:
     def send(self, payload: bytes) -> None:
         self.engine.send(self.peer, payload).result(LONG)
 
+    def post(self, payload: bytes) -> None:
+        """Send it and do not wait."""
+        self.transfers.append(self.engine.send(self.peer, payload))
+
+    def post_numbered(self, count: int, nbytes: int) -> None:
+        for number in range(count):
+            self.post(bytes([number]) * nbytes)
+
+    def wait_transfers(self) -> None:
+        for transfer in self.transfers:
+            transfer.result(LONG)
+
     def echo(self) -> None:
         """From now on every message goes back, from within the callback."""
         self.engine.on_message(lambda _sender, payload: self.transfers.append(self.engine.send(self.peer, payload)))
@@ -175,9 +188,17 @@ class Node:
 
     # -- misbehaviour
 
-    def hold_gil_until(self, fd: int) -> None:
-        """Keep the GIL, in C, until a byte can be read from ``fd``."""
-        ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
+    def hold_gil(self) -> None:
+        """Keep the GIL, in C, until the other side says so through the gate."""
+        gate = int(sys.argv[2])
+        os.write(gate, b"x")
+        ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), ctypes.c_size_t(1))
+
+    def write_and_hold_gil(self, dst: bytes, nbytes: int, token: CounterToken) -> None:
+        remote = RemoteRegion.from_bytes(dst)
+        transfer = self.engine.write(self.peer, self.regions["memory"], 0, remote, 0, nbytes, token=token)
+        self.transfers.append(transfer)
+        self.hold_gil()
 
     # -- callbacks
 
@@ -214,10 +235,11 @@ class PeerProcess:
     def __init__(self) -> None:
         self.harmed = False  # by a signal: not to be used by another test
         ours, theirs = socket.socketpair()
-        with theirs:
+        self._gate, their_gate = socket.socketpair()
+        with theirs, their_gate:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, str(theirs.fileno()), str(their_gate.fileno())],
+                pass_fds=[theirs.fileno(), their_gate.fileno()],
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             )
         self._pipe = Connection(ours.detach())
@@ -251,6 +273,17 @@ class PeerProcess:
         self.start(command, *args, **kwargs)
         return self.finish()
 
+    @contextlib.contextmanager
+    def holding_gil(self, command: str = "hold_gil", *args: Any) -> Iterator[None]:
+        """The process keeps its GIL, in C, meanwhile: no Python runs there."""
+        self.start(command, *args)
+        self._gate.settimeout(LONG)
+        self._gate.recv(1)
+        yield
+        assert self.busy()
+        self._gate.send(b"x")
+        self.finish()
+
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
         self.harmed = True
@@ -274,6 +307,7 @@ class PeerProcess:
     def close(self) -> None:
         """End the process, whatever state it is in."""
         self._pipe.close()
+        self._gate.close()
         if not self.harmed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10.0)  # it closes its engine and goes

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ConfigError, TopologyError
-from .tools.tables import print_table
+from .tools.tables import print_table, text_table
 from .topology import Machine, Nic, Topology, choose, discover, distance, read_machine
 
 __all__ = ["main"]
@@ -79,8 +79,10 @@ def print_matrix(machine: Machine) -> None:
         numa = "?" if place.numa is None else str(place.numa)
         rows.append([name, *cells, place.cpus or "?", numa])
     if rows:
-        print_table(machine.source, ["", *(name for name, _ in devices), "CPU affinity", "NUMA"], rows)
-        print(f"{LEGEND}\n")
+        # Always plain: with 40 devices it is wider than a terminal, and rich would squeeze the columns.
+        print(machine.source)
+        print(text_table(["", *(name for name, _ in devices), "CPU affinity", "NUMA"], rows))
+        print(f"\n{LEGEND}\n")
 
 
 def relation(name: str) -> str:

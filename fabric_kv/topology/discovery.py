@@ -16,10 +16,10 @@ from .assign import Pick, allowed_cpus, assign, host_share
 from .cpus import parse_cpus
 from .filters import NicFilter, visible_gpus
 from .machine import read_bytes, read_machine
-from .model import Machine
+from .model import Machine, Nic
 from .override import as_given, read_override, resolve
 from .result import LeftOut, Rail, Topology
-from .rules import divide, sort_out
+from .rules import Share, divide, sort_out
 
 __all__ = ["choose", "discover"]
 
@@ -124,6 +124,7 @@ def choose(
     elif visible:
         shares = dict(zip([gpu.pci for gpu in machine.devices], divide(machine.devices, usable), strict=True))
         picks = [Pick(gpu=gpu, share=shares[gpu.pci]) for gpu in visible]
+        left_out += _idle(usable, [pick.share for pick in picks], list(shares.values()))
     else:
         picks = [Pick(gpu=None, share=host_share(usable, bool(machine.gpus)))]
     groups, more = assign(machine, picks, visible, allowed)
@@ -134,3 +135,14 @@ def choose(
         left_out=tuple(LeftOut(nic=Rail.of(nic), reason=reason) for nic, reason in left_out),
         warnings=(*machine.warnings, *warnings, *more),
     )
+
+
+def _idle(usable: list[Nic], own: list[Share], all_shares: list[Share]) -> list[tuple[Nic, str]]:
+    """NICs that could be used, but are not by this process, and why: an idle NIC must not be a riddle."""
+    used = {nic.label for share in own for nic in share.nics}
+    elsewhere = {nic.label for share in all_shares for nic in share.nics}
+    return [
+        (nic, "it serves GPUs that this process does not use" if nic.label in elsewhere else "no GPU is nearest to it")
+        for nic in usable
+        if nic.label not in used
+    ]

@@ -126,6 +126,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         The libfabric provider that was asked for.
     groups : tuple of Group
     left_out : tuple of LeftOut
+        Every NIC that no group has.
     warnings : tuple of str
         What should be looked at.
     """

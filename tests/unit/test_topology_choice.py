@@ -96,8 +96,12 @@ def machines(draw: st.DrawFn) -> Machine:
 @given(machines())
 def test_every_gpu_gets_its_share_of_what_is_nearest(machine: Machine) -> None:
     topology = choose(machine)
-    out = {left.nic.name for left in topology.left_out}
+    out = {left.nic.name for left in topology.left_out if left.reason != "no GPU is nearest to it"}
     usable = [nic for nic in machine.nics if nic.name not in out]
+    used = [{nic.name for nic in group.nics} for group in topology.groups]
+    idle = {left.nic.name for left in topology.left_out}
+    assert set().union(*used) | idle == {nic.name for nic in machine.nics}
+    assert not set().union(*used) & idle
     assert not [nic for nic in usable if nic.port == "down"]
     if not machine.gpus:
         (host,) = topology.groups
@@ -242,6 +246,12 @@ def test_remainders_are_used() -> None:
 def test_fewer_nics_than_gpus_are_shared() -> None:
     made = machine([gpu(1), gpu(2), gpu(3)], [nic("mlx5_0", 16), nic("mlx5_1", 17)])
     assert [[nic.name for nic in group.nics] for group in choose(made).groups] == [["mlx5_0", "mlx5_1"]] * 3
+
+
+def test_idle_nics_are_no_riddle() -> None:
+    near = machine([gpu(1, numa=0), gpu(2, numa=1)], [nic("a", 16, numa=0), nic("b", 17, numa=1), nic("c", 18, numa=3)])
+    reasons = {left.nic.name: left.reason for left in choose(near, gpus="0").left_out}
+    assert reasons == {"b": "it serves GPUs that this process does not use", "c": "no GPU is nearest to it"}
 
 
 def test_unknown_numa_is_not_node_zero() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import fabric_kv
-from fabric_kv import checks, doctor, topo_cli
 from fabric_kv.errors import ConfigError, TopologyError
+from fabric_kv.tools import checks, doctor
+from fabric_kv.tools import topo as topo_cli
 from fabric_kv.topology import Machine, Topology, discover, read_machine
 from fabric_kv.topology.cpus import parse_cpus
 

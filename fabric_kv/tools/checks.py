@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .errors import FabricKVError
-from .topology import Machine, Nic, Topology, nearest
-from .topology.cpus import format_cpus, parse_cpus
-from .topology.sysfs import read_text
+from ..errors import FabricKVError
+from ..topology import Machine, Nic, Topology, nearest
+from ..topology.cpus import format_cpus, parse_cpus
+from ..topology.sysfs import read_text
 
 __all__ = [
     "Finding",
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 def versions() -> Iterator[Finding]:
     """Versions of the package, of Python, of the kernel, and of what it needs."""
-    from . import __version__
+    from .. import __version__
 
     yield Finding("ok", "fabric_kv", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
     for name, needed in (("numpy", True), ("msgspec", True), ("pyhwloc", False)):
@@ -64,7 +64,7 @@ def versions() -> Iterator[Finding]:
 def libfabric() -> Iterator[Finding]:
     """Which libfabric is loaded, and its providers that have what fabric_kv needs."""
     try:
-        from . import _native
+        from .. import _native
 
         path, version = _native.library()
         providers = dict.fromkeys(str(offer["provider"]) for offer in _native.list_offers(""))

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ConfigError, TopologyError
-from .tools.tables import print_table, text_table
-from .topology import Machine, Nic, Topology, choose, discover, distance, read_machine
+from ..errors import ConfigError, TopologyError
+from ..tables import text_table
+from ..topology import Machine, Nic, Topology, choose, discover, distance, read_machine
+from .tables import print_table
 
 __all__ = ["main"]
 

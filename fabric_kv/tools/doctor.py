@@ -18,11 +18,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from ..errors import FabricError, FabricKVError
+from ..topology import Machine, Topology, choose, read_machine
 from . import checks
 from .checks import Finding
-from .errors import FabricError, FabricKVError
-from .tools.tables import print_table
-from .topology import Machine, Topology, choose, read_machine
+from .tables import print_table
 
 __all__ = ["examine", "main"]
 
@@ -84,7 +84,7 @@ def _choice(topology: Topology) -> Iterable[Finding]:
         yield Finding("ok" if group.nics else "note", group.label, f"{names}: {group.reason}")
     try:
         arguments = topology.engine_arguments()
-        from .engine import Engine
+        from ..engine import Engine
 
         with Engine(**arguments) as engine:
             rails = [rail for group in engine.describe()["groups"] for rail in group["rails"]]

@@ -153,7 +153,8 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 parts, _ = dense_layer(group, heads, pages[index], start, stride, packing != "separate")
                 layers.append(LayerMemory(layer, index, parts))
             offset += len(local) * layer_bytes * pages[index]
-        return cls((offset,), tuple(pages), tuple(layers))
+        # A stage without layers has no region: there is no memory to register.
+        return cls((offset,) if layers else (), tuple(pages), tuple(layers))
 
 
 class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,9 +1,6 @@
 """Two processes over libfabric's tcp: tensor parallelism of all kinds, and every way in which a request can end."""
 
 import asyncio
-import json
-import os
-import queue
 import re
 import signal
 import subprocess
@@ -25,61 +22,16 @@ from fabric_kv.errors import (
 )
 from fabric_kv.messenger import RequestState
 
+from .child import LONG, ChildProcess
 from .messenger_node import DecodeNode
 
-LONG = 60.0  # Nothing takes that long unless it hangs; every bound of the messenger is below.
 
-
-class Child:
+class Child(ChildProcess):
     """A node in a process of its own."""
 
     def __init__(self, role, tp_size=1):
-        script = Path(__file__).with_name("messenger_node.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), role, str(tp_size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        self.events = queue.SimpleQueue()
-        self.passed = []
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
+        super().__init__("messenger_node", role, str(tp_size))
         self.address = bytes.fromhex(self.wait_for("up")["address"])
-
-    def read(self):
-        for line in self.process.stdout:
-            self.events.put(json.loads(line))
-        self.events.put({"event": "gone"})
-
-    def wait_for(self, *kinds):
-        """The next event of these kinds; others are kept for later."""
-        for index, event in enumerate(self.passed):
-            if event["event"] in kinds:
-                return self.passed.pop(index)
-        while True:
-            event = self.events.get(timeout=LONG)
-            if event["event"] in kinds:
-                return event
-            assert event["event"] not in ("gone", "crash"), event
-            self.passed.append(event)
-
-    def do(self, **command):
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self.wait_for("did")
-
-    def signal(self, number):
-        self.process.send_signal(number)
-
-    def close(self):
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait(LONG)
-        self.process.stdin.close()
-        self.reader.join(LONG)
-        self.process.stdout.close()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@
 
 Every byte of a cache is one int64 that names what it holds: (request, group, layer, part, head, row, byte). Expected
 destinations are written cell by cell from the layout's meaning; a plan must reproduce them, writing each once.
+
+With ``cell_bytes=8`` a cell is eight bytes of the cache instead: the arenas are then memory that an engine can move.
 """
 
 from __future__ import annotations
@@ -60,18 +62,23 @@ def needed_rows(plan: TransferPlan, group_index: int, request: Request) -> tuple
 class Simulation:
     """Runs requests through a plan, on arenas for every rank of both sides."""
 
-    def __init__(self, plan: TransferPlan, requests: list[Request], seed: int = 0) -> None:
+    def __init__(self, plan: TransferPlan, requests: list[Request], seed: int = 0, cell_bytes: int = 1) -> None:
         self.plan = plan
         self.requests = requests
+        self.cell_bytes = cell_bytes  # 1 or 8
         rng = np.random.default_rng(seed)
-        self.src = [[np.full(size, JUNK) for size in rank.region_bytes] for rank in plan.src.memory]
-        self.dst = [[np.full(size, CANARY) for size in rank.region_bytes] for rank in plan.dst.memory]
-        self.counts = [[np.zeros(size, np.int64) for size in rank.region_bytes] for rank in plan.dst.memory]
+        self.src = self.arenas(plan.src, JUNK)
+        self.dst = self.arenas(plan.dst, CANARY)
+        self.counts = self.arenas(plan.dst, 0)
         self.num_writes = 0
         for side, spec in (("src_pages", plan.src), ("dst_pages", plan.dst)):
             self._allot(side, spec, rng)
         for number, request in enumerate(requests):
             self._fill_source(number, request)
+
+    def arenas(self, spec: CacheSpec, fill: int) -> list[list[Cells]]:
+        """For every rank, its regions."""
+        return [[np.full(size // self.cell_bytes, fill) for size in rank.region_bytes] for rank in spec.memory]
 
     def _allot(self, side: str, spec: CacheSpec, rng: np.random.Generator) -> None:
         """Give every request scattered pages of its own."""
@@ -85,38 +92,47 @@ class Simulation:
                 getattr(request, side).append(free[:count].astype(np.int64))
                 free = free[count:]
 
-    def _views(self, spec: CacheSpec, arenas: list[list[Cells]], rank: int):
-        """(group, layer, part number, global heads, cells of shape [pages, heads, rows, bytes])."""
+    def views(self, spec: CacheSpec, arenas: list[list[Cells]], rank: int):
+        """(group, layer, part number, global heads, cells of shape [pages, heads, rows, cells of a row])."""
+        size = self.cell_bytes
         tp = spec.placement.coords(rank).tp
         for layer in spec.memory[rank].layers:
             group = spec.layout.groups[layer.group]
             for number, (part, place) in enumerate(zip(group.parts, layer.parts, strict=True)):
                 heads = np.arange(*spec.placement.heads_of(tp, part.heads))
-                shape = (spec.memory[rank].num_pages[layer.group], len(heads), group.rows_of(part), part.row_bytes)
-                strides = [8 * step for step in (place.page_stride, place.head_stride, place.row_stride, 1)]
-                cells = as_strided(arenas[rank][place.region][place.offset :], shape, strides)
+                shape = (
+                    spec.memory[rank].num_pages[layer.group],
+                    len(heads),
+                    group.rows_of(part),
+                    part.row_bytes // size,
+                )
+                strides = [8 // size * step for step in (place.page_stride, place.head_stride, place.row_stride, size)]
+                cells = as_strided(arenas[rank][place.region][place.offset // size :], shape, strides)
                 yield layer.group, layer.layer, number, heads, cells
 
     def _fill_source(self, number: int, request: Request) -> None:
         for rank in range(len(self.src)):
             if self.plan.src.placement.coords(rank).dp != request.src_dp:
                 continue
-            for group, layer, part, heads, cells in self._views(self.plan.src, self.src, rank):
+            for group, layer, part, heads, cells in self.views(self.plan.src, self.src, rank):
                 rows = cells.shape[2]
                 for entry, page in enumerate(request.src_pages[group]):
                     at = np.arange(entry * rows, (entry + 1) * rows)
                     cells[page] = stamp(number, group, layer, part, heads, at, cells.shape[3])
 
-    def expected(self) -> list[list[Cells]]:
-        arenas = [[np.full(size, CANARY) for size in rank.region_bytes] for rank in self.plan.dst.memory]
+    def expected(self, only: int | None = None) -> list[list[Cells]]:
+        """The destination's arenas after all requests, or after ``only`` that one."""
+        arenas = self.arenas(self.plan.dst, CANARY)
         for number, request in enumerate(self.requests):
+            if only not in (None, number):
+                continue
             for rank in range(len(arenas)):
                 if self.plan.dst.placement.coords(rank).dp == request.dst_dp:
                     self._expect(arenas, number, request, rank)
         return arenas
 
     def _expect(self, arenas: list[list[Cells]], number: int, request: Request, rank: int) -> None:
-        for group_index, layer, part, heads, cells in self._views(self.plan.dst, arenas, rank):
+        for group_index, layer, part, heads, cells in self.views(self.plan.dst, arenas, rank):
             group = self.plan.dst.layout.groups[group_index]
             rows = cells.shape[2]
             if group.kind == "state":

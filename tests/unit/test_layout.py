@@ -90,6 +90,25 @@ def test_keys_and_values_in_tensors_of_their_own():
     assert element(memory, [keys, values], 0, 1, 3, 1, 2) == values[3, 2, 1, 0]
 
 
+def test_groups_that_share_one_pool_name_it_once_each():
+    """vLLM's hybrid allocator: a full and a sliding layer take blocks from the same tensor."""
+    parts = (Part("K", 2, 8, "float16"), Part("V", 2, 8, "float16"))
+    groups = (
+        Group("full", "attention", (0,), 4, parts, "NHD"),
+        Group("sliding", "sliding", (1,), 4, parts, "NHD", window=8),
+    )
+    layout, tensor = KVLayout(2, groups), np.zeros((2, 10, 4, 2, 8), np.float16)
+    placed = [Placed(tensor, "vllm", group=group, layers=(group,), region=group) for group in (0, 1)]
+    memory = RankMemory.build(placed, layout=layout)
+    assert memory.region_bytes == (tensor.nbytes, tensor.nbytes)
+    with pytest.raises(ConfigError, match="starts where another does"):
+        CacheSpec(layout, Placement(), (RankMemory.build([p._replace(region=0) for p in placed], layout=layout),))
+    spec = CacheSpec(layout, Placement(), (memory,))
+    plan = plan_transfer(spec, spec)
+    write = plan.writes(0, 0, 1, plan.page_map(1, 0, 4, num_tokens=4), np.array([3]), np.array([5]))[0]
+    assert (write.src_region, write.src_offset, write.dst_region) == (1, 0, 1)
+
+
 def test_keys_and_values_fused_in_the_last_axis():
     """[pages, heads, tokens, 2 * dim]: one fragment a page against the same, strided ones against separate K and V."""
     fused = numbered((PAGES, HEADS, TOKENS, 2 * DIM))

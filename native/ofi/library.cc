@@ -52,6 +52,10 @@ class KeptSignals {
 
 Library load() {
     const KeptSignals kept_signals;
+    // verbs keeps registrations in a cache: a range within another gets the larger one's key and bounds, and closing it
+    // closes nothing. Ours are few and long-lived, and closing them is how a lost peer is kept out. Read by libfabric
+    // on its first use; whoever sets it himself knows better.
+    setenv("FI_MR_CACHE_MAX_COUNT", "0", 0);  // NOLINT(concurrency-mt-unsafe): there is no other way to say so
     std::string tried;
     void* handle = nullptr;
     for (const auto& path : candidates()) {

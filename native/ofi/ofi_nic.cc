@@ -18,6 +18,9 @@
 #include <cstring>
 #include <random>
 #include <string_view>
+#include <thread>
+
+#include "ofi/hang_up.h"
 
 namespace fkv::ofi {
 namespace {
@@ -59,7 +62,7 @@ class OfiNic final : public Nic {
   public:
     explicit OfiNic(InfoPtr info);
 
-    void close_endpoint() override { endpoint_.reset(); }
+    void close_endpoint() override;
     const NicInfo& info() const override { return facts_; }
     std::vector<std::byte> address() const override { return address_; }
     std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override;
@@ -286,6 +289,8 @@ PostResult OfiNic::posted(const char* op, ssize_t rc) {
 }
 
 PostResult OfiNic::post_write(const WriteOp& op) {
+    // verbs;ofi_rxm takes it and fails later, with the connection.
+    if (op.nbytes > facts_.max_msg_bytes) return posted("write", -FI_EMSGSIZE);
     if (op.delivered) {
         const iovec local{const_cast<void*>(op.src), op.nbytes};
         const fi_rma_iov remote{op.dst, op.nbytes, op.rkey};
@@ -302,11 +307,33 @@ PostResult OfiNic::post_write(const WriteOp& op) {
 }
 
 PostResult OfiNic::post_send(const MessageOp& op) {
+    if (op.nbytes > facts_.max_msg_bytes) return posted("send", -FI_EMSGSIZE);
     return posted("send", fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
 }
 
 PostResult OfiNic::post_recv(const MessageOp& op) {
     return posted("recv", fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context));
+}
+
+void OfiNic::close_endpoint() {
+    if (!endpoint_) return;
+    // rxm crashes when one of its own messages (a credit) is still unread as its connection closes: read first.
+    const auto read = [&] {
+        for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
+            fi_cq_err_entry error{};
+            const auto n = fi_cq_read(cq_.get(), entries_.data(), entries_.size());
+            empty = n == -FI_EAGAIN ? empty + 1 : 0;
+            if (n == -FI_EAVAIL) fi_cq_readerr(cq_.get(), &error, 0);
+        }
+    };
+    read();
+    // It also crashes when a peer's write has arrived in part, since closing cancels that, but not when the connection
+    // ends by itself: end it ourselves, and let it notice. What is in the kernel's buffers is still taken in.
+    for (int tries = 0; tries < 200 && hang_up(facts_.wait_fd ? wait_fd_ : -1) > 0; ++tries) {
+        read();
+        if (tries > 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    endpoint_.reset();
 }
 
 int OfiNic::poll(std::span<Completion> out) {

@@ -70,8 +70,9 @@ Table* table() {
 
 std::vector<Subject> subjects() {
     auto list = subjects_in_two_processes();
-    // shm is another thing between endpoints of one process, and nobody transfers there.
-    for (auto& subject : list) subject.two_processes = subject.provider == "shm";
+    // shm is another thing between endpoints of one process, and nobody transfers there. What is named by hand is new
+    // to us: it may crash.
+    for (auto& subject : list) subject.two_processes = subject.provider == "shm" || subject.name == "named";
     return list;
 }
 
@@ -101,6 +102,7 @@ std::vector<Subject> subjects_in_two_processes() {
 }
 
 void Contract::SetUp() {
+    crashes_before_ = num_crashes_in_close();
     if (is_fake()) {
         fabric_ = std::make_unique<fake::FakeFabric>(seed());
         info_ = open()->info();
@@ -115,6 +117,7 @@ void Contract::SetUp() {
 }
 
 void Contract::TearDown() {
+    if (const int crashes = num_crashes_in_close(); crashes > crashes_before_) record("crashes_in_close", "yes");
     if (!fabric_) return;
     EXPECT_TRUE(fabric_->violations().empty()) << fabric_->describe();
     if (HasFailure()) std::printf("%s\n", fabric_->describe().c_str());
@@ -134,6 +137,11 @@ std::unique_ptr<Nic> Contract::open(std::size_t which, const Arena* arena) {
 std::unique_ptr<NicPair> Contract::make_pair(std::size_t memory_bytes) {
     std::size_t which = 0;
     return std::make_unique<NicPair>([&](const Arena& arena) { return open(which++, &arena); }, memory_bytes);
+}
+
+std::unique_ptr<NicPair> Contract::make_pair_here() {
+    std::size_t which = 0;
+    return std::make_unique<NicPair>([&](const Arena&) { return open(which++); });
 }
 
 std::unique_ptr<End> Contract::make_end(std::size_t which, std::size_t memory_bytes) {
@@ -201,6 +209,9 @@ Habits habits_of(const Subject& subject, const NicInfo& info) {
         habits.unchecked_from_bytes = version_2() ? 8192 : 0;
         habits.survives_removal = false;
         habits.close_stops_reads = false;
+    } else if (info.provider == "verbs;ofi_rxm") {
+        habits.fail_stop = true;
+        habits.recovers = false;
     } else if (info.provider == "tcp;ofi_rxm") {
         habits.survives_close = false;
         habits.survives_departure = !version_2();

@@ -30,6 +30,7 @@ struct Habits {
     // Writes of at least so many bytes without an immediate are not checked.
     std::uint64_t unchecked_from_bytes = ~std::uint64_t{0};
     bool fail_stop = false;          // after a failed write no later immediate arrives
+    bool recovers = true;            // from a refused write, by itself or with a new entry in the address table
     bool survives_close = true;      // closing an endpoint with writes into it under way
     bool survives_departure = true;  // a sender that leaves in the middle of a write
     bool survives_removal = true;    // removing a peer with operations of either side under way
@@ -49,6 +50,7 @@ class Contract : public ::testing::TestWithParam<Subject> {
     // `arena` where the end may have a process of its own.
     std::unique_ptr<Nic> open(std::size_t which = 0, const Arena* arena = nullptr);
     std::unique_ptr<NicPair> make_pair(std::size_t memory_bytes = 1 << 20);
+    std::unique_ptr<NicPair> make_pair_here();  // both ends in this process
     std::unique_ptr<End> make_end(std::size_t which, std::size_t memory_bytes);
     bool is_fake() const { return GetParam().provider.empty(); }
 
@@ -77,6 +79,9 @@ class Contract : public ::testing::TestWithParam<Subject> {
 
     NicInfo info_{};
     std::unique_ptr<fake::FakeFabric> fabric_;
+
+  private:
+    int crashes_before_ = 0;
 };
 
 inline void PrintTo(const Subject& subject, std::ostream* out) {

@@ -63,6 +63,33 @@ TEST_P(Faults, later_immediates_after_a_bad_key) {
     EXPECT_EQ(later == 0, habits().fail_stop) << later << " immediates of writes after the bad one arrived";
 }
 
+// What brings a pair back after a write was refused: nothing but patience, a new entry in the address table, or
+// nothing.
+TEST_P(Faults, pair_recovers_after_a_refused_write) {
+    auto pair = make_pair();
+    auto &a = *pair->a, &b = *pair->b;
+    b.keep_receives(16, 0);
+    auto bad = b.remote();
+    bad.rkey ^= 0x5a5a5a;
+    ASSERT_TRUE(pair->write(a, b, 0, 4096, 0, 1u, bad));
+    settle(*pair);
+    auto works = [&] {
+        for (int attempt = 0; attempt < 3 && b.imms.empty(); ++attempt) {
+            a.try_write(0, 4096, b.remote().base, b.remote().rkey, 2u);
+            settle(*pair);
+        }
+        return !b.imms.empty();
+    };
+    std::string how = "by_itself";
+    if (!works()) {
+        a.nic->remove_peer(a.peer);
+        a.peer = a.nic->insert_peer(b.nic->address());
+        how = works() ? "by_reinsertion" : "not";
+    }
+    record("recovers_from_a_refused_write", how);
+    EXPECT_EQ(how != "not", habits().recovers);
+}
+
 TEST_P(Faults, wrong_keys_and_ranges_are_refused) {
     constexpr std::uint64_t kBytes = 64 << 10, kRange = 16 << 10;
     struct Case {

@@ -210,7 +210,7 @@ TEST_P(Traffic, large_writes_arrive_whole) {
 TEST_P(Traffic, descriptor_wakes_a_sleeper) {
     record_if("wait_fd", info_.wait_fd);
     if (!info_.wait_fd) GTEST_SKIP() << "no descriptor to sleep on";
-    auto pair = make_pair();
+    auto pair = make_pair_here();
     auto &a = *pair->a, &b = *pair->b;
     b.keep_receives(8, 0);
     std::size_t num_sleeps = 0, num_timeouts = 0;

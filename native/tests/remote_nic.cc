@@ -203,6 +203,8 @@ int serve(int socket, Arena& arena, const std::string& provider, const std::stri
 
 // -- the process that has the test -----------------------------------------------------------------------------------
 
+int crashes_in_close = 0;
+
 class Client;
 
 class RemoteMemoryHandle final : public MemoryHandle {
@@ -361,6 +363,7 @@ Reply Client::call(const Request& request) {
     if (::send(socket_, &request, sizeof request, MSG_NOSIGNAL) != sizeof request ||
         ::recv(socket_, &reply, sizeof reply, 0) != sizeof reply) {
         kill_now();  // it has crashed: buries it
+        crashes_in_close += request.ask == Ask::kClose;
         return Reply{.result = request.ask == Ask::kPoll ? 0 : static_cast<int>(PostResult::kFailed)};
     }
     if (reply.result == -1 && request.ask != Ask::kPoll) throw Error(reply.kind, reply.text.bytes, error_of(reply));
@@ -407,6 +410,8 @@ void Client::kill_now() {
 }
 
 }  // namespace
+
+int num_crashes_in_close() { return crashes_in_close; }
 
 std::unique_ptr<RemoteNic> open_remote_nic(const std::string& provider, const std::string& nic, const Arena& arena) {
     return std::make_unique<Client>(provider, nic, arena);

@@ -26,6 +26,9 @@ class RemoteNic : public Nic {
     virtual void kill_now() = 0;  // SIGKILL, and waits until the process is gone
 };
 
+// How many such processes have died of closing their endpoint, so far.
+int num_crashes_in_close();
+
 // `nic` may be empty. Throws Error as opening it here would.
 std::unique_ptr<RemoteNic> open_remote_nic(const std::string& provider, const std::string& nic, const Arena& arena);
 

@@ -83,11 +83,11 @@ struct Op {
     Track target{}, back{};
     bool target_done = false;
     bool source_done = false;
-    bool lost = false;      // the peer died silently
+    bool lost = false;       // the peer died silently
     bool delivered = false;  // the sender must not hear before the data is in place
-    bool early = false;     // the sender may hear before the target has accepted
-    bool reported = false;  // the sender has heard of success
-    Step back_after{};      // else the sender hears when this step is done
+    bool early = false;      // the sender may hear before the target has accepted
+    bool reported = false;   // the sender has heard of success
+    Step back_after{};       // else the sender hears when this step is done
     bool failed = false;
     bool with_context = true;
     bool as_receive = false;

@@ -84,9 +84,8 @@ class Contract : public ::testing::TestWithParam<Subject> {
     int crashes_before_ = 0;
 };
 
-inline void PrintTo(const Subject& subject, std::ostream* out) {
-    *out << subject.name;
-}  // NOLINT: gtest looks for this name
+// gtest looks for a function of this name: NOLINTNEXTLINE(readability-identifier-naming)
+inline void PrintTo(const Subject& subject, std::ostream* out) { *out << subject.name; }
 
 std::vector<Subject> subjects();
 // The same, libfabric's providers with a process for each end.

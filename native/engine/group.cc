@@ -187,6 +187,7 @@ void Group::housekeeping(std::int64_t now) {
         rail->post_receives();
         check_stall(*rail, now);
     }
+    sender_.sweep_messages(now);
     heartbeat_.check(
         now, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
         [&](const Peer& peer, std::int64_t silent_ns) {

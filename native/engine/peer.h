@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -11,6 +12,8 @@
 #include "engine/stats.h"
 
 namespace fkv {
+
+struct Transfer;
 
 struct Peer {
     // One of our rails paired with one of the peer's; belongs to our group's progress thread.
@@ -27,6 +30,7 @@ struct Peer {
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).
     struct Side {
         std::vector<std::vector<Link>> links;
+        std::deque<Transfer*> messages;  // not posted yet, in order
         PeerStats stats;
     };
 

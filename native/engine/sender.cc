@@ -55,7 +55,10 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
         t.cursor = PageCursor(
             t.pieces, {max_write_bytes_, counted ? t.token.unit_bytes : 1, counted ? kMaxWeight : ~std::uint64_t{0}});
     }
-    (t.kind == Transfer::Kind::kMessage ? messages_ : t.urgent ? urgent_ : bulk_).push_back(&t);
+    if (t.kind != Transfer::Kind::kMessage) return (t.urgent ? urgent_ : bulk_).push_back(&t);
+    auto& messages = t.peer->sides[group_]->messages;
+    if (messages.empty()) talking_.push_back(t.peer.get());
+    messages.push_back(&t);
 }
 
 // -- posting ---------------------------------------------------------------------------------------------------------
@@ -76,18 +79,36 @@ bool Sender::must_stop(Transfer& transfer, std::int64_t now) {
 
 bool Sender::post_messages(std::int64_t now) {
     bool worked = false;
-    // A peer that takes nothing must not hold up messages to the others: each gets one try per round.
-    for (std::size_t n = std::min(messages_.size(), kTurnsPerRound); n > 0; --n) {
-        auto* t = messages_.front();
-        messages_.pop_front();
-        if (!must_stop(*t, now) && post_message(*t, now) == PostResult::kAgain) {
-            messages_.push_back(t);
-            continue;
+    for (std::size_t turn = std::min(talking_.size(), kTurnsPerRound); turn > 0; --turn) {
+        auto& messages = talking_.front()->sides[group_]->messages;
+        const auto peer = messages.front()->peer;  // its last message may be what keeps it alive
+        talking_.pop_front();
+        for (std::size_t n = kPostsPerTurn; n > 0 && !messages.empty(); --n) {
+            auto* t = messages.front();
+            if (!must_stop(*t, now) && post_message(*t, now) == PostResult::kAgain) break;
+            messages.pop_front();
+            worked = true;
+            stop_posting(*t);
         }
-        worked = true;
-        stop_posting(*t);
+        if (!messages.empty()) talking_.push_back(peer.get());
     }
     return worked;
+}
+
+void Sender::sweep_messages(std::int64_t now) {
+    for (auto* peer : talking_) {
+        auto& messages = peer->sides[group_]->messages;
+        // All but the first: that one has its turn.
+        for (auto it = messages.begin() + 1; it != messages.end();) {
+            auto* t = *it;
+            if (!must_stop(*t, now)) {
+                ++it;
+                continue;
+            }
+            it = messages.erase(it);
+            stop_posting(*t);
+        }
+    }
 }
 
 bool Sender::post_turns(Queue& queue, std::int64_t now) {
@@ -375,9 +396,11 @@ void Sender::finish(Transfer& transfer, Outcome outcome) {
 
 void Sender::stop_all() {
     stopping_ = true;
-    for (auto* queue : {&urgent_, &bulk_, &messages_})
-        // stop_posting() may finish and free the transfer, so the queue is emptied first.
+    // stop_posting() may finish and free the transfer, so each queue is emptied first.
+    for (auto* queue : {&urgent_, &bulk_})
         for (auto* t : std::exchange(*queue, {})) stop_posting(*t);
+    for (auto* peer : std::exchange(talking_, {}))
+        for (auto* t : std::exchange(peer->sides[group_]->messages, {})) stop_posting(*t);
 }
 
 void Sender::end_all() {

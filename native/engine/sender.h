@@ -5,7 +5,8 @@
 // Failure:  a transfer's first error is kept; it ends in one event, after its last posted operation is retired.
 //
 // Fairness: transfers take turns; small ones and messages go before bulk. How much of a rail one peer may hold is the
-// rail's to say.
+// rail's to say. Messages to one peer go one after the other: it puts them together, and has room for few unfinished
+// ones.
 #pragma once
 
 #include <atomic>
@@ -35,7 +36,7 @@ class Sender {
     bool post(std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
-    bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !messages_.empty(); }
+    bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !talking_.empty(); }
     bool anything_outstanding() const;
     bool empty() const { return live_.empty(); }
 
@@ -43,6 +44,9 @@ class Sender {
     void on_failed(Rail& rail, Op* op, OpError error);
     // An error that no operation owns up to: everything on this endpoint fails, and stays owned until it is retired.
     void on_unattributed(Rail& rail, const OpError& error);
+
+    // Ends messages that were cancelled while they wait behind one that cannot be posted.
+    void sweep_messages(std::int64_t now);
 
     void stop_all();  // posts nothing more
     void end_all();   // the endpoints are closed: whatever is left is retired
@@ -79,7 +83,8 @@ class Sender {
     bool stopping_ = false;
 
     std::vector<std::shared_ptr<Transfer>> live_;
-    Queue urgent_, bulk_, messages_;  // not everything posted yet; served in turn
+    Queue urgent_, bulk_;        // not everything posted yet; served in turn
+    std::deque<Peer*> talking_;  // with messages to post, which keep it alive; served in turn
 };
 
 }  // namespace fkv

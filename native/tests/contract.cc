@@ -207,6 +207,7 @@ Habits habits_of(const Subject& subject, const NicInfo& info) {
         // The sender copies straight into the target's memory and asks nobody: all plain writes, on 2.x the larger
         // ones.
         habits.unchecked_from_bytes = version_2() ? 8192 : 0;
+        habits.tells_of_refusal = !version_2();
         habits.survives_removal = false;
         habits.close_stops_reads = false;
     } else if (info.provider == "verbs;ofi_rxm") {

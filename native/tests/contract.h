@@ -30,6 +30,7 @@ struct Habits {
     // Writes of at least so many bytes without an immediate are not checked.
     std::uint64_t unchecked_from_bytes = ~std::uint64_t{0};
     bool fail_stop = false;          // after a failed write no later immediate arrives
+    bool tells_of_refusal = true;    // a delivered write that was refused is not reported as done
     bool recovers = true;            // from a refused write, by itself or with a new entry in the address table
     bool survives_close = true;      // closing an endpoint with writes into it under way
     bool survives_departure = true;  // a sender that leaves in the middle of a write

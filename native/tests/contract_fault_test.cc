@@ -119,6 +119,32 @@ TEST_P(Faults, wrong_keys_and_ranges_are_refused) {
         }
 }
 
+// The sender of a delivered write that was refused is told, or hears nothing: never that it is done.
+TEST_P(Faults, delivered_write_that_is_refused_does_not_succeed) {
+    for (const bool with_imm : {true, false}) {
+        if (!habits().checks(4096, with_imm)) continue;
+        auto pair = make_pair();
+        auto &a = *pair->a, &b = *pair->b;
+        b.keep_receives(8, 0);
+        a.fill(std::byte{0xff});
+        // The first one makes the connection.
+        ASSERT_TRUE(pair->write(a, b, 0, 64, 8192, 1u));
+        ASSERT_TRUE(pair->drive([&] { return b.imms.size() == 1 && a.num_sent == 1; }));
+        auto* op = a.try_write(0, 4096, b.remote().base, b.remote().rkey ^ 0x5a5a,
+                               with_imm ? std::optional(2u) : std::nullopt, true);
+        for (int tries = 0; !op && tries < 1000; ++tries) {
+            pair->drive_for(milliseconds(1));
+            op = a.try_write(0, 4096, b.remote().base, b.remote().rkey ^ 0x5a5a,
+                             with_imm ? std::optional(2u) : std::nullopt, true);
+        }
+        ASSERT_TRUE(op);
+        pair->drive([&] { return op->num_ends > 0; }, patience(500));
+        record(with_imm ? "refused_delivered_write" : "refused_delivered_write_without_imm", ends_of({op}, a));
+        EXPECT_EQ(op->num_ends == 0 || op->error.has_value(), habits().tells_of_refusal) << "with_imm " << with_imm;
+        EXPECT_TRUE(all_equal(b.memory.first(4096), std::byte{0}));
+    }
+}
+
 TEST_P(Faults, closed_registration_refuses_later_writes) {
     auto pair = make_pair();
     auto &a = *pair->a, &b = *pair->b;

@@ -4,6 +4,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
 
 namespace fkv::test {
@@ -58,6 +59,33 @@ TEST_P(Traffic, data_is_in_place_when_its_immediate_is_seen) {
                 << "page " << i;
         }
     }
+}
+
+// A delivered write is complete for its sender only when the bytes are there.
+TEST_P(Traffic, delivered_write_ends_when_its_data_is_in_place) {
+    constexpr std::size_t kPage = 16384, kPages = 24;
+    auto pair = make_pair(kPage * kPages);
+    auto &a = *pair->a, &b = *pair->b;
+    b.keep_receives(16, 0);
+    std::map<const Posted*, std::size_t> page_of;
+    std::size_t early = 0;
+    a.on_sent = [&](const Posted& op) {
+        const auto page = page_of.at(&op);
+        early += !has_stamp(b.memory.subspan(page * kPage, kPage), page);
+    };
+    for (std::size_t i = 0; i < kPages; ++i) {
+        write_stamp(a.memory.subspan(i * kPage, kPage), i);
+        Posted* op = nullptr;
+        ASSERT_TRUE(pair->drive([&] {
+            const auto imm = i % 2 ? std::optional(static_cast<std::uint32_t>(i)) : std::nullopt;
+            op = a.try_write(i * kPage, kPage, b.remote().base + i * kPage, b.remote().rkey, imm, true);
+            return op || a.last_result == PostResult::kFailed;
+        }));
+        ASSERT_TRUE(op) << a.nic->last_post_error().text;
+        page_of[op] = i;
+    }
+    ASSERT_TRUE(pair->drive([&] { return a.num_sent == kPages && b.imms.size() == kPages / 2; }, patience(20'000)));
+    EXPECT_EQ(early, 0u);
 }
 
 TEST_P(Traffic, write_without_bytes_delivers_its_immediate) {

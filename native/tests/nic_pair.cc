@@ -36,10 +36,10 @@ Posted* End::accept(PostResult result) {
 }
 
 Posted* End::try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst, std::uint64_t rkey,
-                       std::optional<std::uint32_t> imm) {
+                       std::optional<std::uint32_t> imm, bool delivered) {
     posted.emplace_back();
     return accept(nic->post_write({memory.data() + src_offset, mr->local_desc(), nbytes, peer, dst, rkey,
-                                   imm.has_value(), imm.value_or(0), &posted.back().context}));
+                                   imm.has_value(), imm.value_or(0), &posted.back().context, delivered}));
 }
 
 Posted* End::try_send(std::uint64_t src_offset, std::uint64_t nbytes) {
@@ -94,8 +94,10 @@ void End::poll() {
             op->nbytes = completion.nbytes;
             if (completion.kind == Completion::kReceived)
                 received.push_back(op);
-            else
+            else {
                 ++num_sent;
+                if (on_sent) on_sent(*op);
+            }
         }
         if (n > 0) continue;
         bool any = false;

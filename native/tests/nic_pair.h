@@ -46,7 +46,7 @@ class End {
 
     // One attempt. Null when the queue is full or the post failed; then last_result says which.
     Posted* try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst, std::uint64_t rkey,
-                      std::optional<std::uint32_t> imm);
+                      std::optional<std::uint32_t> imm, bool delivered = false);
     Posted* try_send(std::uint64_t src_offset, std::uint64_t nbytes);
     Posted* post_recv(std::uint64_t nbytes);  // with a buffer of its own
     // Where immediates use up receives: keeps so many posted. Elsewhere nothing.
@@ -68,6 +68,7 @@ class End {
     std::size_t num_unknown = 0;                 // completions with a context that nobody posted
     std::size_t num_sent = 0, num_failed = 0;    // of what was posted
     std::function<void(std::uint32_t)> on_imm;
+    std::function<void(const Posted&)> on_sent;
     std::vector<Posted*> received;  // messages, in the order of arrival
 
   private:

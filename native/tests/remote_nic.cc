@@ -44,7 +44,7 @@ struct Text {
 struct Request {
     Ask ask{};
     std::uint64_t offset = 0, nbytes = 0, desc = 0, peer = 0, dst = 0, rkey = 0, context = 0;
-    bool has_imm = false;
+    bool has_imm = false, delivered = false;
     std::uint32_t imm = 0;
     std::byte bytes[256]{};
 };
@@ -159,7 +159,7 @@ void Server::answer(const Request& request, Reply& reply) {
             return nic_->remove_peer(request.peer);
         case Ask::kWrite:
             return posted(nic_->post_write({memory, desc, request.nbytes, request.peer, request.dst, request.rkey,
-                                            request.has_imm, request.imm, ours(request.context)}));
+                                            request.has_imm, request.imm, ours(request.context), request.delivered}));
         case Ask::kSend:
             return posted(nic_->post_send({memory, desc, request.nbytes, request.peer, ours(request.context)}));
         case Ask::kRecv:
@@ -253,6 +253,7 @@ class Client final : public RemoteNic {
                      .rkey = op.rkey,
                      .context = number(op.context),
                      .has_imm = op.has_imm,
+                     .delivered = op.delivered,
                      .imm = op.imm});
     }
     PostResult post_send(const MessageOp& op) override {

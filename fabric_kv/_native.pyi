@@ -12,9 +12,7 @@ MAX_SLOT: Final[int]
 _Token: TypeAlias = tuple[int, int, int]
 # (src, src_offset, src_stride, dst, dst_offset, dst_stride, nbytes, src_pages, dst_pages, rows, src_row_stride,
 # dst_row_stride)
-_Piece: TypeAlias = tuple[
-    Region, int, int, RemoteRegion, int, int, int, NDArray[int64], NDArray[int64], int, int, int
-]
+_Piece: TypeAlias = tuple[Region, int, int, RemoteRegion, int, int, int, NDArray[int64], NDArray[int64], int, int, int]
 
 @final
 class Region:
@@ -47,13 +45,14 @@ class Engine:
     def add_peer(self, epoch: bytes, groups: list[list[bytes]], monitor: bool) -> Peer: ...
     def remove_peer(self, peer: Peer) -> None: ...
     # deadline_s 0: none
-    def submit_writes(
-        self, submissions: list[tuple[Peer, list[_Piece], _Token]], deadline_s: float
+    def submit_pages(
+        self, read: bool, submissions: list[tuple[Peer, list[_Piece], _Token]], deadline_s: float
     ) -> list[Transfer]: ...
     # (peer, any region of it, token, units, user value); without a token the user value is what arrives
     def submit_signals(
         self, signals: list[tuple[Peer, RemoteRegion, _Token, int, int]], group: int
     ) -> list[Transfer]: ...
+    def submit_flush(self, peer: Peer, dst: RemoteRegion, group: int) -> Transfer: ...
     def submit_message(self, peer: Peer, payload: bytes) -> Transfer: ...
     def cancel(self, transfer: Transfer) -> None: ...
     def allocate_counter(self, group: int, unit_bytes: int) -> tuple[int, int]: ...

@@ -74,6 +74,11 @@ def _load_native() -> ModuleType:
     return _native
 
 
+def _check_deadline(deadline_s: float | None) -> None:
+    if deadline_s is not None and not 0 < deadline_s <= 86400:
+        raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
+
+
 class Engine:
     """A process's NICs: registers memory, knows peers, writes to them, and counts what they write here.
 
@@ -389,14 +394,46 @@ class Engine:
         ConfigError, WouldBlockError, ClosedError
             As for :meth:`submit`; no part has been taken then.
         """
-        if deadline_s is not None and not 0 < deadline_s <= 86400:
-            raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
+        _check_deadline(deadline_s)
         transfers, native = [], []
         for peer, pieces, token in parts:
             encoded, keep, nbytes = encode_pieces(self, pieces, token)
             transfers.append(Transfer(self, peer, nbytes, keep, deadline_s))
             native.append((peer._native, encoded, token.native() if token else _NO_TOKEN))
-        return self._track(transfers, lambda: self._native.submit_writes(native, deadline_s or 0.0))
+        return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
+
+    def read(
+        self,
+        peer: Peer,
+        dst: MemoryRegion,
+        dst_offset: int,
+        src: RemoteRegion,
+        src_offset: int,
+        nbytes: int,
+        *,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Fetch one range from a peer, which is not told; :meth:`read_pages` with a single page."""
+        piece = PagePiece(dst, dst_offset, 0, src, src_offset, 0, nbytes, [0], [0])
+        return self._submit_reads(peer, piece, deadline_s)
+
+    def read_pages(
+        self,
+        peer: Peer,
+        dst: MemoryRegion,
+        src: RemoteRegion,
+        dst_pages: Sequence[int] | NDArray[np.integer[Any]],
+        src_pages: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        page_bytes: int,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Fetch pages from a peer: page ``src_pages[i]`` there becomes page ``dst_pages[i]`` here.
+
+        The data is in ``dst`` when the transfer has ended well. Raises as :meth:`submit`.
+        """
+        piece = PagePiece(dst, 0, page_bytes, src, 0, page_bytes, page_bytes, dst_pages, src_pages)
+        return self._submit_reads(peer, piece, deadline_s)
 
     def signal(self, peer: Peer, dst: RemoteRegion, token: CounterToken, units: int = 1, *, group: int = 0) -> Transfer:
         """Add ``units`` to a peer's counter without data. ``dst`` is any region of the peer; nothing is written there.
@@ -415,6 +452,15 @@ class Engine:
         native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
         transfers = [Transfer(self, peer, 0, None) for peer, _, _ in parts]
         return self._track(transfers, lambda: self._native.submit_signals(native, group))
+
+    def flush(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
+        """End when all that was written before to the peer's group of ``dst`` is in the peer's memory.
+
+        A transfer's own end says only that its source may be reused; this says that nothing of it is still under way.
+        It covers what had *ended* when it was submitted, of this engine's ``group``. ``dst`` as in :meth:`signal`.
+        """
+        transfer = Transfer(self, peer, 0, None)
+        return self._track([transfer], lambda: [self._native.submit_flush(peer._native, dst.native(), group)])[0]
 
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
         """Send 15 bits of your own as an immediate, for the peer's :meth:`on_notify`; ``dst`` as in :meth:`signal`.
@@ -547,6 +593,13 @@ class Engine:
                 transfer._count_callback_error = self._dispatcher.count_callback_error
                 self._dispatcher.transfers[transfer.id] = transfer
         return transfers
+
+    def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
+        _check_deadline(deadline_s)
+        encoded, keep, nbytes = encode_pieces(self, [piece], None)
+        native = [(peer._native, encoded, _NO_TOKEN)]
+        transfer = Transfer(self, peer, nbytes, keep, deadline_s)
+        return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
 
     def _cancel(self, transfer: Transfer) -> None:
         if not self.closed:

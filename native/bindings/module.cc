@@ -148,8 +148,8 @@ PYBIND11_MODULE(_native, m) {
                  return e.add_peer(address, monitor);
              })
         .def("remove_peer", &Engine::remove_peer)
-        .def("submit_writes",
-             [](Engine& e, const std::vector<py::tuple>& submissions, double deadline_s) {
+        .def("submit_pages",
+             [](Engine& e, bool read, const std::vector<py::tuple>& submissions, double deadline_s) {
                  std::vector<Engine::Submission> native;
                  native.reserve(submissions.size());
                  for (const auto& t : submissions) {
@@ -162,7 +162,8 @@ PYBIND11_MODULE(_native, m) {
                  py::gil_scoped_release release;
                  const auto deadline_ns =
                      deadline_s > 0 ? now_ns() + static_cast<std::int64_t>(deadline_s * kSecond) : 0;
-                 return e.submit_writes(std::move(native), deadline_ns);
+                 const auto kind = read ? Transfer::Kind::kRead : Transfer::Kind::kWrite;
+                 return e.submit_pages(kind, std::move(native), deadline_ns);
              })
         .def("submit_signals",
              [](Engine& e, const std::vector<py::tuple>& signals, std::uint32_t group) {
@@ -177,6 +178,8 @@ PYBIND11_MODULE(_native, m) {
              [](Engine& e, const std::shared_ptr<Peer>& peer, std::string_view payload) {
                  return e.submit_message(peer, {reinterpret_cast<const std::byte*>(payload.data()), payload.size()});
              })
+        .def("submit_flush", [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<RemoteRegion>& dst,
+                                std::uint32_t group) { return e.submit_flush(peer, dst, group); })
         .def("cancel", [](Engine& e, Transfer& transfer) { e.cancel(transfer); })
         .def("allocate_counter",
              [](Engine& e, std::uint32_t group, std::uint64_t unit_bytes) {

@@ -34,8 +34,9 @@ Engine::~Engine() { close(0); }
 
 void Engine::check_open() const {
     if (in_child())
-        throw Error(ErrorKind::kClosed,
-                    "the engine belongs to the parent process: a forked child must open its own, or be started by spawn");
+        throw Error(
+            ErrorKind::kClosed,
+            "the engine belongs to the parent process: a forked child must open its own, or be started by spawn");
     if (closed_.load()) throw Error(ErrorKind::kClosed, "the engine is closed");
 }
 
@@ -180,8 +181,8 @@ std::shared_ptr<Transfer> Engine::new_transfer(Transfer::Kind kind, const std::s
     return transfer;
 }
 
-std::vector<std::shared_ptr<Transfer>> Engine::submit_writes(std::vector<Submission> submissions,
-                                                             std::int64_t deadline_ns) {
+std::vector<std::shared_ptr<Transfer>> Engine::submit_pages(Transfer::Kind kind, std::vector<Submission> submissions,
+                                                            std::int64_t deadline_ns) {
     check_open();
     std::uint32_t index = 0;
     for (const auto& submission : submissions)
@@ -190,7 +191,7 @@ std::vector<std::shared_ptr<Transfer>> Engine::submit_writes(std::vector<Submiss
     for (auto& submission : submissions) {
         check_token(submission.token);
         for (const auto& piece : submission.pieces) check_piece(*submission.peer, piece, index, submission.token);
-        auto transfer = new_transfer(Transfer::Kind::kWrite, submission.peer);
+        auto transfer = new_transfer(kind, submission.peer);
         transfer->urgent = total_bytes(submission.pieces) <= kUrgentBytes;
         transfer->pieces = std::move(submission.pieces);
         transfer->token = submission.token;
@@ -254,6 +255,17 @@ std::vector<std::shared_ptr<Transfer>> Engine::submit_signals(std::vector<Signal
     }
     submit_to(group(index), transfers);
     return transfers;
+}
+
+std::shared_ptr<Transfer> Engine::submit_flush(const std::shared_ptr<Peer>& peer,
+                                               std::shared_ptr<const RemoteRegion> dst, std::uint32_t index) {
+    check_open();
+    check_remote(*peer, *dst);
+    auto transfer = new_transfer(Transfer::Kind::kFlush, peer);
+    transfer->signal_dst = std::move(dst);
+    transfer->urgent = true;
+    submit_to(group(index), {transfer});
+    return transfer;
 }
 
 void Engine::cancel(Transfer& transfer) {

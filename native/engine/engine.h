@@ -53,7 +53,9 @@ class Engine {
     };
     // Checks everything, then hands the transfers to the group of their source regions: all or none. Each one's id is
     // in the event that ends it. `deadline_ns` is on now_ns()'s clock; 0: none.
-    std::vector<std::shared_ptr<Transfer>> submit_writes(std::vector<Submission> submissions, std::int64_t deadline_ns);
+    // kRead goes the other way: from the remote regions into the pieces' src.
+    std::vector<std::shared_ptr<Transfer>> submit_pages(Transfer::Kind kind, std::vector<Submission> submissions,
+                                                        std::int64_t deadline_ns);
     std::shared_ptr<Transfer> submit_message(const std::shared_ptr<Peer>& peer, std::span<const std::byte> payload);
     // Immediates without data: `units` for a counter, or, with no token, the bits of a user event. `dst` is any region
     // of the peer; nothing is written into it.
@@ -65,6 +67,10 @@ class Engine {
         std::uint32_t user_value;
     };
     std::vector<std::shared_ptr<Transfer>> submit_signals(std::vector<Signal> signals, std::uint32_t group);
+    // Ends when everything that this engine has posted to the peer's group of `dst`, on the rails of our `group`, is in
+    // the target's memory.
+    std::shared_ptr<Transfer> submit_flush(const std::shared_ptr<Peer>& peer, std::shared_ptr<const RemoteRegion> dst,
+                                           std::uint32_t group);
     void cancel(Transfer& transfer);
 
     CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);

@@ -50,7 +50,7 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
     auto& t = *transfer;
     t.live_index = live_.size();
     live_.push_back(std::move(transfer));
-    if (t.kind == Transfer::Kind::kWrite) {
+    if (t.kind == Transfer::Kind::kWrite || t.kind == Transfer::Kind::kRead) {
         const bool counted = t.token.unit_bytes > 0;
         t.cursor = PageCursor(
             t.pieces, {max_write_bytes_, counted ? t.token.unit_bytes : 1, counted ? kMaxWeight : ~std::uint64_t{0}});
@@ -129,6 +129,7 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
 
 PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
     if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
+    if (transfer.kind == Transfer::Kind::kFlush) return post_flush(transfer, now);
     for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
         if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
             transfer.all_posted = true;
@@ -198,6 +199,18 @@ PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     const auto dst_segment = piece.dst->segments.index_of(planned.dst_offset);
     const auto& dst = piece.dst->rails[link.remote_rail][dst_segment];
     const bool counted = transfer.token.unit_bytes > 0;
+    op->pages = {static_cast<std::uint32_t>(planned.piece - transfer.pieces.data()), planned.first_page,
+                 planned.num_pages};
+    if (transfer.kind == Transfer::Kind::kRead) {
+        const ReadOp read{piece.src->base + planned.src_offset,
+                          piece.src->rails[link.local_rail][src_segment]->local_desc(),
+                          planned.nbytes,
+                          link.address,
+                          dst.base + (planned.dst_offset - piece.dst->segments.begin_of(dst_segment)),
+                          dst.rkey,
+                          &op->context};
+        return posted(rail.nic().post_read(read), op, rail, transfer);
+    }
     WriteOp write{};
     write.src = piece.src->base + planned.src_offset;
     write.local_desc = piece.src->rails[link.local_rail][src_segment]->local_desc();
@@ -208,14 +221,13 @@ PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     write.has_imm = counted && planned.units > 0;
     write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(planned.units)});
     write.context = &op->context;
-    write.delivered = op->plain = counted && planned.units == 0;
-    op->pages = {static_cast<std::uint32_t>(planned.piece - transfer.pieces.data()), planned.first_page,
-                 planned.num_pages};
-    return post_rma(write, op, rail, transfer);
+    op->plain = counted && planned.units == 0;
+    // Where order is not granted, nothing but the completion itself can say that the data is there: see post_flush().
+    write.delivered = op->plain || !rail.info().ordered_writes;
+    return posted(rail.nic().post_write(write), op, rail, transfer);
 }
 
-PostResult Sender::post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& transfer) {
-    const auto result = rail.nic().post_write(write);
+PostResult Sender::posted(PostResult result, Op* op, Rail& rail, Transfer& transfer) {
     if (result != PostResult::kOk) {
         rail.free_op(op);
         if (result == PostResult::kAgain)
@@ -227,10 +239,40 @@ PostResult Sender::post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& 
     ++transfer.outstanding;
     transfer.outstanding_plain += op->plain;
     rail.stats.ops.add(1);
-    rail.stats.bytes.add(write.nbytes);
+    rail.stats.bytes.add(op->nbytes);
     op->link->stats->ops.add(1);
-    op->link->stats->bytes.add(write.nbytes);
+    op->link->stats->bytes.add(op->nbytes);
     return result;
+}
+
+// An empty write that completes on delivery. On a rail that keeps writes in order it pushes all earlier ones ahead of
+// itself; on the others every write completes on delivery anyway.
+PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
+    try {
+        auto& links = links_to(*transfer.peer, transfer.signal_dst->group);
+        for (; transfer.next_link < links.size(); ++transfer.next_link) {
+            auto& link = links[transfer.next_link];
+            auto& rail = *rails_[link.local_rail];
+            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
+            if (!op) return PostResult::kAgain;
+            const auto& dst = transfer.signal_dst->rails[link.remote_rail][0];
+            WriteOp write{};
+            write.src = rail.no_data();
+            write.local_desc = rail.frames_desc();
+            write.peer = link.address;
+            write.dst = dst.base;
+            write.rkey = dst.rkey;
+            write.context = &op->context;
+            write.delivered = true;
+            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
+                return result;
+        }
+    } catch (const Error& error) {
+        fail(transfer, detail_of(error));
+        return PostResult::kFailed;
+    }
+    transfer.all_posted = true;
+    return PostResult::kOk;
 }
 
 PostResult Sender::post_signal(Transfer& transfer, std::int64_t now) {
@@ -253,7 +295,8 @@ PostResult Sender::post_signal(Transfer& transfer, std::int64_t now) {
             write.imm = counted ? pack({transfer.token.slot, transfer.token.generation, weight})
                                 : pack_user(transfer.user_value);
             write.context = &op->context;
-            if (const auto result = post_rma(write, op, rail, transfer); result != PostResult::kOk) return result;
+            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
+                return result;
             transfer.signal_units -= counted ? weight : transfer.signal_units;
         } while (transfer.signal_units > 0);
     } catch (const Error& error) {
@@ -374,7 +417,7 @@ void Sender::finish(Transfer& transfer, Outcome outcome) {
     event.peer = transfer.peer->epoch;
     event.error = std::move(transfer.error);
     event.failed_pages = std::move(transfer.failed_pages);
-    if (!transfer.all_posted && transfer.kind == Transfer::Kind::kWrite) {
+    if (!transfer.all_posted && (transfer.kind == Transfer::Kind::kWrite || transfer.kind == Transfer::Kind::kRead)) {
         // Where posting stopped: everything from here on was never sent.
         PlannedWrite next{};
         if (transfer.has_planned || transfer.cursor.next(next)) {

@@ -59,11 +59,13 @@ class Sender {
     PostResult post_some(Transfer& transfer, std::int64_t now);
     PostResult post_planned(Transfer& transfer, std::int64_t now);
     PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
+    PostResult post_flush(Transfer& transfer, std::int64_t now);
     PostResult post_signal(Transfer& transfer, std::int64_t now);
     PostResult post_message(Transfer& transfer, std::int64_t now);
     PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
                           const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now);
-    PostResult post_rma(const WriteOp& write, Op* op, Rail& rail, Transfer& transfer);
+    // Books an operation that was just posted, or takes it back.
+    PostResult posted(PostResult result, Op* op, Rail& rail, Transfer& transfer);
     std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
 
     bool must_stop(Transfer& transfer, std::int64_t now);

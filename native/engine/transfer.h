@@ -24,8 +24,10 @@ struct PageRange {
 struct Transfer {
     enum class Kind : std::uint8_t {
         kWrite,
+        kRead,  // the pieces' src is where the data goes
         kMessage,
         kSignal,  // immediates without data
+        kFlush,   // nothing; it ends when what was written before on the same rails is in the target's memory
     };
 
     std::uint64_t id = 0;
@@ -34,7 +36,7 @@ struct Transfer {
     std::vector<PagePiece> pieces;
     CounterToken token;
     std::vector<std::byte> message;                  // kMessage: what to send, cut into frames while posting
-    std::shared_ptr<const RemoteRegion> signal_dst;  // kSignal: a region at the peer; nothing is written there
+    std::shared_ptr<const RemoteRegion> signal_dst;  // kSignal, kFlush: a region at the peer; nothing is written there
     std::uint64_t signal_units = 0;                  // kSignal: units left to post, or with no token ...
     std::uint32_t user_value = 0;                    // ... the bits of a user event
     std::int64_t deadline_ns = 0;                    // 0: none
@@ -46,6 +48,7 @@ struct Transfer {
     PageCursor cursor;
     PlannedWrite planned{};
     std::size_t message_offset = 0;  // of the next frame
+    std::size_t next_link = 0;       // kFlush: to post on
     bool has_planned = false;        // `planned` was taken from the cursor and could not be posted yet
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be

@@ -77,6 +77,16 @@ struct WriteOp {
     bool delivered = false;  // complete only when the data is in the target's memory (FI_DELIVERY_COMPLETE)
 };
 
+struct ReadOp {
+    void* dst;
+    void* local_desc;
+    std::uint64_t nbytes;
+    PeerAddress peer;
+    std::uint64_t src;
+    std::uint64_t rkey;
+    OpContext* context;
+};
+
 struct MessageOp {  // send: reads buffer; recv: writes it (peer is ignored)
     void* buffer;
     void* local_desc;
@@ -118,6 +128,7 @@ class Nic {
     virtual void remove_peer(PeerAddress peer) = 0;
 
     virtual PostResult post_write(const WriteOp& op) = 0;
+    virtual PostResult post_read(const ReadOp& op) = 0;
     virtual PostResult post_send(const MessageOp& op) = 0;
     virtual PostResult post_recv(const MessageOp& op) = 0;
     virtual OpError last_post_error() const = 0;

@@ -130,7 +130,10 @@ std::string FakeFabric::describe() const {
     std::string text = world_->where() + ", " + std::to_string(world_->ops.size()) + " in flight";
     for (const auto& op : world_->ops)
         text += "\n  #" + std::to_string(op.view.id) + " " + std::to_string(op.view.src) + "->" +
-                std::to_string(op.view.dst) + (op.view.kind == OpKind::kWrite ? " write " : " send ") +
+                std::to_string(op.view.dst) +
+                (op.view.kind == OpKind::kWrite  ? " write "
+                 : op.view.kind == OpKind::kRead ? " read "
+                                                 : " send ") +
                 std::to_string(op.view.nbytes) + " bytes, coming step " + std::to_string(static_cast<int>(op.step)) +
                 (op.target.held || op.back.held ? ", held" : "") + (op.target_done ? ", target done" : "") +
                 (op.source_done ? ", source done" : "");

@@ -43,7 +43,7 @@ enum class Step : std::uint8_t {
     kTellSource,  // the sender's completion is reported
 };
 
-enum class OpKind : std::uint8_t { kWrite, kSend };
+enum class OpKind : std::uint8_t { kWrite, kRead, kSend };
 
 struct OpView {
     std::uint64_t id;  // counts posts from 0, over all NICs

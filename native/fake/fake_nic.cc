@@ -52,6 +52,7 @@ class FakeNic final : public Nic {
     PeerAddress insert_peer(std::span<const std::byte> address) override;
     void remove_peer(PeerAddress peer) override;
     PostResult post_write(const WriteOp& op) override;
+    PostResult post_read(const ReadOp& op) override;
     PostResult post_send(const MessageOp& op) override;
     PostResult post_recv(const MessageOp& op) override;
     OpError last_post_error() const override { return post_error_; }
@@ -185,7 +186,7 @@ const Mr* FakeNic::local_mr(void* desc, const void* data, std::uint64_t nbytes) 
 
 PostResult FakeNic::post(Op op, PeerAddress peer, void* local_desc) {
     auto& nic = state();
-    const char* name = op.view.kind == OpKind::kWrite ? "write" : "send";
+    const char* name = op.view.kind == OpKind::kWrite ? "write" : op.view.kind == OpKind::kRead ? "read" : "send";
     if (!op.context) return refuse(name, EINVAL, "no context", true);
     if (nic.gone) return refuse(name, ENODEV, "this NIC was killed or closed", nic.closed);
     if (peer >= nic.peers.size() || nic.peers[peer] == kAnyNic) return refuse(name, EINVAL, "no such peer", true);
@@ -233,6 +234,17 @@ PostResult FakeNic::post_write(const WriteOp& op) {
     posted.rkey = op.rkey;
     posted.context = op.context;
     posted.delivered = op.delivered;
+    return post(std::move(posted), op.peer, op.local_desc);
+}
+
+PostResult FakeNic::post_read(const ReadOp& op) {
+    const Use use(*this);
+    Op posted{};
+    posted.view = {0, OpKind::kRead, 0, 0, op.nbytes, op.src, false, 0};
+    posted.source = posted.local = static_cast<std::byte*>(op.dst);
+    posted.rkey = op.rkey;
+    posted.context = op.context;
+    posted.delivered = true;
     return post(std::move(posted), op.peer, op.local_desc);
 }
 

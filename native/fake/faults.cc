@@ -22,7 +22,7 @@ void World::fail(Op& op, int fi_errno, const std::string& why, Action how) {
     // What was reported as done may still be lost with its target.
     if (src.gone || (op.reported && nics[op.view.dst].gone)) return;
     if (op.reported && src.profile.silent_refusals) return;
-    const char* name = op.view.kind == OpKind::kWrite ? "write" : "send";
+    const char* name = op.view.kind == OpKind::kWrite ? "write" : op.view.kind == OpKind::kRead ? "read" : "send";
     auto error = error_of(src, name, fi_errno, why);
     op.failed = true;
     op.error = std::move(error);

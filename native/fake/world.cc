@@ -102,7 +102,7 @@ void World::run_to_source(Op& op) {
 }
 
 void World::arrive(Op& op) {
-    const bool accepted = op.view.kind == OpKind::kWrite ? accept_write(op) : accept_message(op);
+    const bool accepted = op.view.kind != OpKind::kSend ? accept_remote(op) : accept_message(op);
     if (!accepted) return;
     op.split = op.view.nbytes;
     const auto& src = nics[op.view.src].profile;
@@ -110,7 +110,7 @@ void World::arrive(Op& op) {
     op.back_to_front = !is_ordered(op) && percent(50);
 }
 
-bool World::accept_write(Op& op) {
+bool World::accept_remote(Op& op) {
     static std::byte nowhere;
     auto& dst = nics[op.view.dst];
     if (!dst.profile.checks_keys) {
@@ -161,7 +161,7 @@ void World::land(Op& op, bool first) {
         copy(op, 0, op.split);
     else
         copy(op, op.split, op.view.nbytes);
-    if (!first && !op.on_wire) check_source(op);
+    if (!first && !op.on_wire && op.view.kind != OpKind::kRead) check_source(op);
 }
 
 void World::check_source(const Op& op) {
@@ -171,8 +171,13 @@ void World::check_source(const Op& op) {
 }
 
 void World::copy(Op& op, std::uint64_t begin, std::uint64_t end) {
+    if (begin == end) return;
+    if (op.view.kind == OpKind::kRead) {
+        std::memmove(op.local + begin, op.landing + begin, end - begin);
+        return;
+    }
     const std::byte* from = op.on_wire ? op.wire.data() : op.source;
-    if (begin < end) std::memmove(op.landing + begin, from + begin, end - begin);
+    std::memmove(op.landing + begin, from + begin, end - begin);
 }
 
 void World::take_onto_wire(Op& op) {
@@ -184,7 +189,7 @@ void World::take_onto_wire(Op& op) {
 
 bool World::tell_target(Op& op) {
     auto& dst = nics[op.view.dst];
-    if (op.view.kind == OpKind::kWrite && !op.view.has_imm) return true;
+    if (op.view.kind == OpKind::kRead || (op.view.kind == OpKind::kWrite && !op.view.has_imm)) return true;
     if (dst.cq_full()) return false;
     Entry entry;
     if (op.view.kind == OpKind::kSend) {

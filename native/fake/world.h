@@ -75,6 +75,7 @@ struct Track {
 struct Op {
     OpView view{};
     const std::byte* source = nullptr;
+    std::byte* local = nullptr;  // of a read: where the data goes
     std::uint64_t local_mr = 0;  // id, 0: none
     std::uint64_t rkey = 0;
     OpContext* context = nullptr;
@@ -93,7 +94,7 @@ struct Op {
     bool as_receive = false;
     OpError error{};
 
-    std::byte* landing = nullptr;  // where the payload goes, once accepted
+    std::byte* landing = nullptr;  // the target's side of the payload, once accepted
     std::uint64_t mr = 0;          // the target's registration, 0 where nobody checks
     Receive receive{};             // of an accepted message
     std::uint64_t split = 0;       // bytes of the part that lies first in memory
@@ -131,7 +132,7 @@ struct World {
     void run_to_target(Op& op, NicId poller);
     void run_to_source(Op& op);
     void arrive(Op& op);
-    bool accept_write(Op& op);
+    bool accept_remote(Op& op);
     bool accept_message(Op& op);
     void land(Op& op, bool first);
     void copy(Op& op, std::uint64_t begin, std::uint64_t end);

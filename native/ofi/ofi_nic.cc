@@ -69,6 +69,7 @@ class OfiNic final : public Nic {
     PeerAddress insert_peer(std::span<const std::byte> address) override;
     void remove_peer(PeerAddress peer) override;
     PostResult post_write(const WriteOp& op) override;
+    PostResult post_read(const ReadOp& op) override;
     PostResult post_send(const MessageOp& op) override;
     PostResult post_recv(const MessageOp& op) override;
     OpError last_post_error() const override { return post_error_; }
@@ -306,6 +307,11 @@ PostResult OfiNic::post_write(const WriteOp& op) {
                   fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
 }
 
+PostResult OfiNic::post_read(const ReadOp& op) {
+    return posted("read",
+                  fi_read(endpoint_.get(), op.dst, op.nbytes, op.local_desc, op.peer, op.src, op.rkey, op.context));
+}
+
 PostResult OfiNic::post_send(const MessageOp& op) {
     if (op.nbytes > facts_.max_msg_bytes) return posted("send", -FI_EMSGSIZE);
     return posted("send", fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
@@ -375,6 +381,7 @@ bool OfiNic::read_error(FailedCompletion& out) {
     const char* op = out.inbound             ? "remote write"
                      : entry.flags & FI_RECV ? "recv"
                      : entry.flags & FI_SEND ? "send"
+                     : entry.flags & FI_READ ? "read"
                                              : "write";
     out.error = error(op, fi_errno, entry.prov_errno, words);
     return true;

@@ -261,6 +261,28 @@ TEST_P(Traffic, descriptor_wakes_a_sleeper) {
     record("sleeps_that_timed_out", num_timeouts > num_sleeps / 2 && num_sleeps > 4 ? "many" : "few");
 }
 
+TEST_P(Traffic, reads_fetch_what_is_there) {
+    constexpr std::size_t kPages = 8;
+    auto pair = make_pair(40'000 * kPages);
+    const std::size_t page_bytes = std::min<std::uint64_t>(40'000, pair->a->nic->info().max_msg_bytes);
+    write_stamp(pair->b->memory, 9);
+    pair->a->fill(std::byte{0});
+    std::vector<const Posted*> ops;
+    for (std::size_t i = 0; i < kPages; ++i)
+        ops.push_back(pair->read(*pair->a, *pair->b, i * page_bytes, page_bytes, (kPages - 1 - i) * page_bytes));
+    for (const auto* op : ops) {
+        ASSERT_TRUE(op);
+        ASSERT_TRUE(pair->drive([&] { return op->num_ends > 0; }, patience(10'000)));
+        ASSERT_FALSE(op->error) << op->error->text;
+    }
+    for (std::size_t i = 0; i < kPages; ++i) {
+        const auto here = pair->a->memory.subspan(i * page_bytes, page_bytes);
+        EXPECT_TRUE(std::equal(here.begin(), here.end(),
+                               pair->b->memory.begin() + static_cast<long>((kPages - 1 - i) * page_bytes)));
+    }
+    EXPECT_TRUE(has_stamp(pair->b->memory, 9));
+}
+
 TEST_P(Traffic, both_directions_at_once) {
     constexpr std::size_t kPage = 2048, kPages = 128;
     auto pair = make_pair(2 * kPage * kPages);  // first half is sent, second half is received into

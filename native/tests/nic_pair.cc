@@ -42,6 +42,12 @@ Posted* End::try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint
                                    imm.has_value(), imm.value_or(0), &posted.back().context, delivered}));
 }
 
+Posted* End::try_read(std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src, std::uint64_t rkey) {
+    posted.emplace_back();
+    return accept(nic->post_read(
+        {memory.data() + dst_offset, mr->local_desc(), nbytes, peer, src, rkey, &posted.back().context}));
+}
+
 Posted* End::try_send(std::uint64_t src_offset, std::uint64_t nbytes) {
     posted.emplace_back();
     return accept(nic->post_send({memory.data() + src_offset, mr->local_desc(), nbytes, peer, &posted.back().context}));
@@ -139,19 +145,24 @@ void NicPair::drive_for(milliseconds time) {
 Posted* NicPair::write(End& from, End& to, std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst_offset,
                        std::optional<std::uint32_t> imm, std::optional<RemoteMemory> where) {
     const auto remote = where.value_or(to.remote());
-    Posted* op = nullptr;
-    drive([&] {
-        op = from.try_write(src_offset, nbytes, remote.base + dst_offset, remote.rkey, imm);
-        return op || from.last_result == PostResult::kFailed;
-    });
-    return op;
+    return post(from, [&] { return from.try_write(src_offset, nbytes, remote.base + dst_offset, remote.rkey, imm); });
+}
+
+Posted* NicPair::read(End& to, End& from, std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src_offset,
+                      std::optional<RemoteMemory> where) {
+    const auto remote = where.value_or(from.remote());
+    return post(to, [&] { return to.try_read(dst_offset, nbytes, remote.base + src_offset, remote.rkey); });
 }
 
 Posted* NicPair::send(End& from, std::uint64_t src_offset, std::uint64_t nbytes) {
+    return post(from, [&] { return from.try_send(src_offset, nbytes); });
+}
+
+Posted* NicPair::post(End& end, const std::function<Posted*()>& attempt) {
     Posted* op = nullptr;
     drive([&] {
-        op = from.try_send(src_offset, nbytes);
-        return op || from.last_result == PostResult::kFailed;
+        op = attempt();
+        return op || end.last_result == PostResult::kFailed;
     });
     return op;
 }

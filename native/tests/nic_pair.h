@@ -47,6 +47,7 @@ class End {
     // One attempt. Null when the queue is full or the post failed; then last_result says which.
     Posted* try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst, std::uint64_t rkey,
                       std::optional<std::uint32_t> imm, bool delivered = false);
+    Posted* try_read(std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src, std::uint64_t rkey);
     Posted* try_send(std::uint64_t src_offset, std::uint64_t nbytes);
     Posted* post_recv(std::uint64_t nbytes);  // with a buffer of its own
     // Where immediates use up receives: keeps so many posted. Elsewhere nothing.
@@ -95,9 +96,15 @@ class NicPair {
     // Retries while the queue is full, polling both ends. Null when the post failed.
     Posted* write(End& from, End& to, std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst_offset,
                   std::optional<std::uint32_t> imm, std::optional<RemoteMemory> where = {});
+    Posted* read(End& to, End& from, std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src_offset,
+                 std::optional<RemoteMemory> where = {});
     Posted* send(End& from, std::uint64_t src_offset, std::uint64_t nbytes);
 
     std::unique_ptr<End> a, b;
+
+  private:
+    // Retries `attempt` of `end` while its queue is full.
+    Posted* post(End& end, const std::function<Posted*()>& attempt);
 };
 
 // What a byte at `offset` of a stamped range holds.

@@ -29,6 +29,7 @@ enum class Ask : std::uint8_t {
     kInsert,
     kRemove,
     kWrite,
+    kRead,
     kSend,
     kRecv,
     kPoll,
@@ -160,6 +161,9 @@ void Server::answer(const Request& request, Reply& reply) {
         case Ask::kWrite:
             return posted(nic_->post_write({memory, desc, request.nbytes, request.peer, request.dst, request.rkey,
                                             request.has_imm, request.imm, ours(request.context), request.delivered}));
+        case Ask::kRead:
+            return posted(nic_->post_read(
+                {memory, desc, request.nbytes, request.peer, request.dst, request.rkey, ours(request.context)}));
         case Ask::kSend:
             return posted(nic_->post_send({memory, desc, request.nbytes, request.peer, ours(request.context)}));
         case Ask::kRecv:
@@ -255,6 +259,16 @@ class Client final : public RemoteNic {
                      .has_imm = op.has_imm,
                      .delivered = op.delivered,
                      .imm = op.imm});
+    }
+    PostResult post_read(const ReadOp& op) override {
+        return post({.ask = Ask::kRead,
+                     .offset = offset(op.dst),
+                     .nbytes = op.nbytes,
+                     .desc = number(op.local_desc),
+                     .peer = op.peer,
+                     .dst = op.src,
+                     .rkey = op.rkey,
+                     .context = number(op.context)});
     }
     PostResult post_send(const MessageOp& op) override {
         return post({.ask = Ask::kSend,

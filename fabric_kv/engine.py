@@ -225,6 +225,9 @@ class Engine:
     def register(self, buffer: Any, *, group: int = 0) -> MemoryRegion:
         """Register memory with every NIC of a group, for reading by us and for reading and writing by peers.
 
+        Keep the region: when it is dropped, and no transfer uses it any more, the memory is deregistered and peers that
+        still write to it get errors.
+
         Parameters
         ----------
         buffer

@@ -253,6 +253,7 @@ PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
         for (; transfer.next_link < links.size(); ++transfer.next_link) {
             auto& link = links[transfer.next_link];
             auto& rail = *rails_[link.local_rail];
+            if (!rail.info().ordered_writes) continue;
             auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
             if (!op) return PostResult::kAgain;
             const auto& dst = transfer.signal_dst->rails[link.remote_rail][0];

@@ -214,7 +214,7 @@ Habits habits_of(const Subject& subject, const NicInfo& info) {
         habits.fail_stop = true;
         habits.recovers = false;
     } else if (info.provider == "tcp;ofi_rxm") {
-        habits.survives_close = false;
+        habits.survives_close = !version_2();
         habits.survives_departure = !version_2();
     }
     return habits;

@@ -46,6 +46,7 @@ struct FakeProfile {
     // Of a hundred operations so many may be reported to the sender before the target has accepted them. Should such
     // an operation fail later, the error has no context. Writes are reported early only where `ordered`, as on TCP.
     unsigned early_percent = 25;
+    bool reconnects = false;       // where `ordered`: a failure loses what is in flight, and later posts pass again
     bool silent_refusals = false;  // there is no such error: tcp and shm of libfabric do that
     unsigned eagain_percent = 10;  // of a hundred posts so many start a storm of kAgain ...
     unsigned eagain_polls = 4;     // ... that ends after at most so many polls of the NIC, and never by posting
@@ -60,7 +61,7 @@ struct FakeProfile {
     // The least that a provider may grant: unordered, provider keys, virtual addresses, local descriptors (EFA).
     static FakeProfile strict() { return {}; }
 
-    // In order, fail-stop, moved by software on both sides, reported to the sender early (TCP).
+    // In order, fail-stop, moved by software on both sides, reported to the sender early.
     static FakeProfile fail_stop() {
         FakeProfile profile;
         profile.ordered = true;
@@ -69,6 +70,16 @@ struct FakeProfile {
         profile.virtual_addresses = false;
         profile.offloaded = false;
         profile.mr_close = MrClose::kOutlived;
+        return profile;
+    }
+
+    // What TCP really is: in order, but not fail-stop. A refused write takes the connection and all writes behind it
+    // down, most of them reported as done already, and the next post connects again.
+    static FakeProfile tcp() {
+        FakeProfile profile = fail_stop();
+        profile.reconnects = true;
+        profile.silent_refusals = true;
+        profile.early_percent = 90;
         return profile;
     }
 };

@@ -24,6 +24,11 @@ bool World::is_ordered(const Op& op) const {
     return nics[op.view.src].profile.ordered && nics[op.view.dst].profile.ordered;
 }
 
+bool World::is_cut_off(const Op& op) const {
+    const auto found = broken.find({op.view.src, op.view.dst});
+    return found != broken.end() && op.view.id < found->second;
+}
+
 bool World::waits_for_earlier(const Op& op, bool to_target) const {
     for (const auto& other : ops) {
         if (&other == &op) return false;
@@ -42,7 +47,7 @@ void World::run_to_target(Op& op, NicId poller) {
     if (!runner.profile.offloaded && (runner.id != poller || runner.frozen) && !runner.gone) return;
     if (is_ordered(op)) {
         if (waits_for_earlier(op, true)) return;
-        if (broken.contains({src.id, dst.id})) return fail(op, ENOTCONN, "the connection failed earlier");
+        if (is_cut_off(op)) return fail(op, ENOTCONN, "the connection failed earlier");
     }
     if (!pass_rules(op, op.target, op.step)) return;
     if (dst.gone) {

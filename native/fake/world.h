@@ -123,7 +123,8 @@ struct World {
     std::list<Op> ops;
     std::vector<HeldRule> rules;
     std::vector<CallFault> faults;
-    std::set<std::pair<NicId, NicId>> broken;  // ordered pairs after a failure: nothing passes until re-inserted
+    // Ordered pairs after a failure: operations with smaller ids than this do not pass.
+    std::map<std::pair<NicId, NicId>, std::uint64_t> broken;
     std::vector<std::string> violations;
     Stats stats{};
 
@@ -141,6 +142,7 @@ struct World {
     bool tell_target(Op& op);
     void push(NicState& nic, Entry entry);
     bool is_ordered(const Op& op) const;
+    bool is_cut_off(const Op& op) const;  // by an earlier failure of its pair
     bool waits_for_earlier(const Op& op, bool to_target) const;
     bool may_sleep(const NicState& nic) const;
 

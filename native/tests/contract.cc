@@ -93,6 +93,7 @@ std::vector<Subject> subjects_in_two_processes() {
     list.push_back({.name = "fake_strict", .provider = "", .profile = fake::FakeProfile::strict()});
     list.push_back({.name = "fake_receives", .provider = "", .profile = receives});
     list.push_back({.name = "fake_fail_stop", .provider = "", .profile = sleepy});
+    list.push_back({.name = "fake_tcp", .provider = "", .profile = fake::FakeProfile::tcp()});
     const std::vector<std::string> loopback = {"127.0.0.1"};
     add("tcp", "tcp", loopback);
     // On libfabric 1.x the name tcp opens tcp;ofi_rxm, and the native one is called net.
@@ -202,7 +203,7 @@ void Contract::record(const std::string& what, const std::string& value) {
 Habits habits_of(const Subject& subject, const NicInfo& info) {
     Habits habits;
     if (subject.provider.empty()) {
-        habits.fail_stop = subject.profile.ordered;
+        habits.fail_stop = subject.profile.ordered && !subject.profile.reconnects;
     } else if (info.provider == "shm") {
         // The sender copies straight into the target's memory and asks nobody: all plain writes, on 2.x the larger
         // ones.

@@ -2,10 +2,12 @@
 
 #include <sys/socket.h>
 
-#include <cstdio>
+#include <charconv>
 #include <fstream>
 #include <set>
 #include <string>
+#include <string_view>
+#include <system_error>
 
 namespace fkv::ofi {
 namespace {
@@ -14,8 +16,14 @@ namespace {
 void add_watched(int epoll_fd, std::set<int>& found) {
     std::ifstream info("/proc/self/fdinfo/" + std::to_string(epoll_fd));
     for (std::string line; std::getline(info, line);) {
+        constexpr std::string_view kLabel = "tfd:";
+        if (!line.starts_with(kLabel)) continue;
+        const auto digits = line.find_first_not_of(' ', kLabel.size());
         int fd = -1;
-        if (std::sscanf(line.c_str(), "tfd: %d", &fd) == 1 && found.insert(fd).second) add_watched(fd, found);
+        if (digits == std::string::npos ||
+            std::from_chars(line.data() + digits, line.data() + line.size(), fd).ec != std::errc{})
+            continue;
+        if (found.insert(fd).second) add_watched(fd, found);
     }
 }
 

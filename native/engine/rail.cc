@@ -5,8 +5,17 @@
 #include "base/clock.h"
 
 namespace fkv {
+namespace {
 
-Rail::Rail(std::unique_ptr<Nic> nic, std::size_t num_frames) : nic_(std::move(nic)) {
+// Whether a link that holds `held` of `total` may take one of those that are free.
+bool has_share(std::size_t held, std::size_t free, std::size_t total) {
+    if (held == 0) return free > 0;
+    return free > held && free > total / 4;
+}
+
+}  // namespace
+
+Rail::Rail(std::unique_ptr<Nic> nic, std::size_t num_frames) : nic_(std::move(nic)), num_frames_(num_frames) {
     const auto num_receives = std::min(num_frames, nic_->info().rx_depth);
     frames_.resize((num_receives + num_frames) * kFrameBytes);
     if (nic_->info().local_mr) frames_mr_ = nic_->register_memory(frames_.data(), frames_.size());
@@ -33,8 +42,8 @@ Rail::~Rail() {
 
 Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns) {
     const bool wants_frame = kind != Op::Kind::kWrite;
-    if (link.ops_in_flight >= num_free_ops()) return nullptr;
-    if (wants_frame && link.frames_in_flight >= free_frames_.size()) return nullptr;
+    if (!has_share(link.ops_in_flight, num_free_ops(), ops_.size())) return nullptr;
+    if (wants_frame && !has_share(link.frames_in_flight, free_frames_.size(), num_frames_)) return nullptr;
     Op* op = free_ops_;
     free_ops_ = op->next_free;
     if (wants_frame) {

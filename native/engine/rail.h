@@ -39,8 +39,9 @@ class Rail {
 
     // Null when the link has its share of the tx_depth operations, and of the frames if it wants one, in flight.
     //
-    // The share is as many as are free, so a peer that takes nothing never has them all: pings and messages to the
-    // others go on. One peer alone gets half.
+    // The share is as many as are free, and the last quarter is for links that have nothing in flight: peers that take
+    // nothing never have them all, and while there are fewer of them than a quarter of tx_depth, the others go on. One
+    // peer alone gets half.
     Op* take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns);
     void free_op(Op* op);
     PostResult post_frame(Op* op);
@@ -72,6 +73,7 @@ class Rail {
 
   private:
     std::unique_ptr<Nic> nic_;
+    const std::size_t num_frames_;
     std::vector<std::byte> frames_;  // receive frames first, then send frames
     std::unique_ptr<MemoryHandle> frames_mr_;
     std::vector<Op> ops_;

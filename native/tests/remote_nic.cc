@@ -1,211 +1,19 @@
 #include "remote_nic.h"
 
 #include <spawn.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 
 #include <algorithm>
 #include <csignal>
-#include <cstdio>
 #include <cstring>
-#include <map>
 
-#include "ofi/discover.h"
-#include "ofi/ofi_nic.h"
+#include "remote_wire.h"
 
 extern char** environ;
 
 namespace fkv::test {
 namespace {
-
-constexpr std::size_t kBatch = 16;
-constexpr const char* kFlag = "--serve-nic";
-
-enum class Ask : std::uint8_t {
-    kHello,
-    kRegister,
-    kDeregister,
-    kInsert,
-    kRemove,
-    kWrite,
-    kRead,
-    kSend,
-    kRecv,
-    kPoll,
-    kReadError,
-    kClose
-};
-
-struct Text {
-    char bytes[200];
-    void operator=(const std::string& text) { std::snprintf(bytes, sizeof bytes, "%s", text.c_str()); }
-};
-
-struct Request {
-    Ask ask{};
-    std::uint64_t offset = 0, nbytes = 0, desc = 0, peer = 0, dst = 0, rkey = 0, context = 0;
-    bool has_imm = false, delivered = false;
-    std::uint32_t imm = 0;
-    std::byte bytes[256]{};
-};
-
-struct Reply {
-    int result = 0;  // of polls: how many; of the rest: a PostResult, or -1 for an Error
-    ErrorKind kind{};
-    std::uint64_t handle = 0, base = 0, rkey = 0, desc = 0, context = 0;
-    Completion done[kBatch]{};
-    int fi_errno = 0, prov_errno = 0;
-    Text op{}, provider{}, domain{}, text{};
-    std::size_t num_bytes = 0;
-    std::byte bytes[256]{};
-    std::uint64_t max_msg_bytes = 0, tx_depth = 0, rx_depth = 0, cq_data_bytes = 0;
-    bool virtual_addresses = false, provider_keys = false, local_mr = false, endpoint_mr = false,
-         ordered_writes = false, imm_uses_recv = false, inbound = false;
-};
-
-// -- the process that has the NIC ------------------------------------------------------------------------------------
-
-class Server {
-  public:
-    Server(const std::string& provider, const std::string& nic, Arena& arena) : arena_(arena) {
-        ofi::NicRequest request{provider, {}};
-        if (!nic.empty()) request.nics = {nic};
-        nic_ = ofi::open_nic(std::move(ofi::find_nics(request).front()));
-    }
-    ~Server() {
-        nic_->close_endpoint();
-        memory_.clear();
-    }
-    Server(const Server&) = delete;
-    Server& operator=(const Server&) = delete;
-
-    void answer(const Request& request, Reply& reply);
-
-  private:
-    // What libfabric scribbles in, and the context that the test knows it by.
-    struct Context {
-        OpContext context{};
-        std::uint64_t theirs = 0;
-    };
-    OpContext* ours(std::uint64_t theirs) {
-        auto& context = contexts_[theirs];
-        context.theirs = theirs;
-        return &context.context;
-    }
-    static std::uint64_t theirs(OpContext* context) {
-        return context ? reinterpret_cast<Context*>(context)->theirs : 0;
-    }
-    void hello(Reply& reply);
-
-    Arena& arena_;
-    std::unique_ptr<Nic> nic_;
-    std::map<std::uint64_t, std::unique_ptr<MemoryHandle>> memory_;
-    std::map<std::uint64_t, Context> contexts_;
-    std::uint64_t next_ = 1;
-};
-
-void describe(Reply& reply, const OpError& error) {
-    reply.fi_errno = error.fi_errno;
-    reply.prov_errno = error.prov_errno;
-    reply.op = error.op;
-    reply.text = error.text;
-}
-
-void Server::hello(Reply& reply) {
-    const auto& info = nic_->info();
-    reply.provider = info.provider;
-    reply.domain = info.domain;
-    reply.max_msg_bytes = info.max_msg_bytes;
-    reply.tx_depth = info.tx_depth;
-    reply.rx_depth = info.rx_depth;
-    reply.cq_data_bytes = info.cq_data_bytes;
-    reply.virtual_addresses = info.virtual_addresses;
-    reply.provider_keys = info.provider_keys;
-    reply.local_mr = info.local_mr;
-    reply.endpoint_mr = info.endpoint_mr;
-    reply.ordered_writes = info.ordered_writes;
-    reply.imm_uses_recv = info.imm_uses_recv;
-    const auto address = nic_->address();
-    reply.num_bytes = std::min(address.size(), sizeof reply.bytes);
-    std::memcpy(reply.bytes, address.data(), reply.num_bytes);
-}
-
-void Server::answer(const Request& request, Reply& reply) {
-    auto* memory = arena_.base() + request.offset;
-    auto* desc = reinterpret_cast<void*>(request.desc);
-    auto posted = [&](PostResult result) {
-        reply.result = static_cast<int>(result);
-        if (result == PostResult::kFailed) describe(reply, nic_->last_post_error());
-    };
-    switch (request.ask) {
-        case Ask::kHello:
-            return hello(reply);
-        case Ask::kRegister: {
-            auto handle = nic_->register_memory(memory, request.nbytes);
-            reply.handle = next_++;
-            reply.base = handle->remote_base();
-            reply.rkey = handle->rkey();
-            reply.desc = reinterpret_cast<std::uint64_t>(handle->local_desc());
-            memory_[reply.handle] = std::move(handle);
-            return;
-        }
-        case Ask::kDeregister:
-            memory_.erase(request.offset);
-            return;
-        case Ask::kInsert:
-            reply.handle = nic_->insert_peer({request.bytes, request.nbytes});
-            return;
-        case Ask::kRemove:
-            return nic_->remove_peer(request.peer);
-        case Ask::kWrite:
-            return posted(nic_->post_write({memory, desc, request.nbytes, request.peer, request.dst, request.rkey,
-                                            request.has_imm, request.imm, ours(request.context), request.delivered}));
-        case Ask::kRead:
-            return posted(nic_->post_read(
-                {memory, desc, request.nbytes, request.peer, request.dst, request.rkey, ours(request.context)}));
-        case Ask::kSend:
-            return posted(nic_->post_send({memory, desc, request.nbytes, request.peer, ours(request.context)}));
-        case Ask::kRecv:
-            return posted(nic_->post_recv({memory, desc, request.nbytes, 0, ours(request.context)}));
-        case Ask::kPoll:
-            reply.result = nic_->poll(reply.done);
-            for (int i = 0; i < reply.result; ++i)
-                reply.done[i].context = reinterpret_cast<OpContext*>(theirs(reply.done[i].context));
-            return;
-        case Ask::kReadError: {
-            FailedCompletion failure;
-            reply.result = nic_->read_error(failure);
-            if (!reply.result) return;
-            reply.context = theirs(failure.context);
-            reply.inbound = failure.inbound;
-            return describe(reply, failure.error);
-        }
-        case Ask::kClose:
-            return nic_->close_endpoint();
-    }
-}
-
-int serve(int socket, Arena& arena, const std::string& provider, const std::string& nic) {
-    std::unique_ptr<Server> server;
-    Request request;
-    while (::recv(socket, &request, sizeof request, 0) == sizeof request) {
-        Reply reply;
-        try {
-            if (!server) server = std::make_unique<Server>(provider, nic, arena);
-            server->answer(request, reply);
-        } catch (const Error& error) {
-            reply.result = -1;
-            reply.kind = error.kind();
-            describe(reply, error.op());
-            reply.text = error.what();
-        }
-        if (::send(socket, &reply, sizeof reply, MSG_NOSIGNAL) != sizeof reply) return 1;
-    }
-    return 0;
-}
-
-// -- the process that has the test -----------------------------------------------------------------------------------
 
 int crashes_in_close = 0;
 
@@ -430,14 +238,6 @@ int num_crashes_in_close() { return crashes_in_close; }
 
 std::unique_ptr<RemoteNic> open_remote_nic(const std::string& provider, const std::string& nic, const Arena& arena) {
     return std::make_unique<Client>(provider, nic, arena);
-}
-
-std::optional<int> serve_if_asked(int argc, char** argv) {
-    if (argc != 7 || std::string(argv[1]) != kFlag) return std::nullopt;
-    const rlimit no_core{0, 0};  // this process may well crash
-    ::setrlimit(RLIMIT_CORE, &no_core);
-    Arena arena(std::stoi(argv[3]), std::stoull(argv[4]));
-    return serve(std::stoi(argv[2]), arena, argv[5], argv[6]);
 }
 
 }  // namespace fkv::test

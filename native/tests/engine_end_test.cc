@@ -199,6 +199,24 @@ TEST_F(EngineEnd, a_read_ends_when_its_data_is_here_and_its_memory_is_in_use_unt
     EXPECT_EQ(std::count(&a->memory[100], &a->memory[50'100], std::byte{3}), 50'000);
 }
 
+TEST_F(EngineEnd, a_flush_ends_when_all_that_had_ended_is_in_the_targets_memory) {
+    for (unsigned seed = 0; seed < 12; ++seed) {
+        Cluster other(cluster.fabric.seed() + seed);
+        auto profile = seed % 2 ? FakeProfile::fail_stop() : FakeProfile::strict();
+        profile.early_percent = 100;
+        auto& from = other.add({.rails = {2}, .profile = profile});
+        auto& to = other.add({.rails = {2}, .profile = profile});
+        std::fill(from.memory.begin(), from.memory.end(), std::byte{1});
+        const auto id = from.write_pages(to, 0, 0, 40, 64)->id;
+        ASSERT_TRUE(other.wait([&] { return from.ended(id); })) << other.where();
+        std::ptrdiff_t landed = -1;
+        from.on_transfer = [&](const Event&) { landed = std::count(to.memory.begin(), to.memory.end(), std::byte{1}); };
+        const auto flush = from.engine->submit_flush(from.peer(to), to.remotes[0], 0)->id;
+        ASSERT_TRUE(other.wait([&] { return from.ended(flush); })) << other.where();
+        EXPECT_EQ(landed, 40 * 64) << other.where();
+    }
+}
+
 TEST_F(EngineEnd, zero_pages_complete_at_once) {
     start(0);
     auto nothing = a->piece(*b, 0, 0, 64);

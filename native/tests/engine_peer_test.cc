@@ -164,6 +164,32 @@ TEST(EnginePeer, several_stopped_peers_leave_room_for_another) {
     EXPECT_EQ(a.transfers.size(), 2u);
 }
 
+TEST(EnginePeer, removal_stops_posting_and_lets_what_was_posted_end) {
+    Cluster cluster(std::random_device{}());
+    auto& a = cluster.add({.memory_bytes = 1 << 18});
+    auto& b = cluster.add({.memory_bytes = 1 << 19});
+    // Half of 16 operations: the most that one peer may hold.
+    const auto held = cluster.fabric.add_rule({.step = Step::kArrive, .times = 8, .action = Action::kHold});
+    const auto id = a.write_pages(b, 0, 0, 500, 256)->id;
+    ASSERT_TRUE(cluster.fabric.wait_fired(held, 8, seconds(10)));
+    const auto waiting = a.send(b, 100);
+    a.engine->remove_peer(a.peer(b));
+    ASSERT_TRUE(cluster.wait([&] { return a.ended(waiting); })) << cluster.where();
+    cluster.steps(300);
+    EXPECT_FALSE(a.ended(id)) << "eight of its writes may still land";
+    cluster.fabric.release(held);
+    ASSERT_TRUE(cluster.wait([&] { return a.ended(id); })) << cluster.where();
+    for (const auto which : {id, waiting}) {
+        EXPECT_EQ(a.outcome(which), Outcome::kFailed);
+        EXPECT_EQ(a.ended(which)->error.text, "the peer was removed");
+    }
+    EXPECT_EQ(a.ended(id)->unposted.first, 8u);
+    EXPECT_EQ(a.ended(id)->bytes, 8u * 256);
+    const auto again = a.write(b, 0, 0, 100);  // as a new peer
+    ASSERT_TRUE(cluster.wait([&] { return a.ended(again); }));
+    EXPECT_EQ(a.outcome(again), Outcome::kOk);
+}
+
 TEST(EnginePeer, removal_under_load_ends_every_transfer_once) {
     Cluster cluster(std::random_device{}());
     auto& a = cluster.add({.rails = {2}});

@@ -107,7 +107,7 @@ class Dispatcher:
         for item in open_:
             item._fail(ClosedError(f"the engine was closed while {item!r} was open"))
         # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
-        self._on_message = self.on_peer_lost = None
+        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = None
         self._waiting.clear()
 
     def abandon(self) -> None:
@@ -193,8 +193,8 @@ class Dispatcher:
         elif kind == _STALLED:
             self._stalled(*event[1:])
         elif kind == _USER:
-            if self.on_notify is not None:
-                self.on_notify(event[1], event[2])
+            if (on_notify := self.on_notify) is not None:
+                on_notify(event[1], event[2])
         else:
             raise InternalError(f"unknown event {event!r}")
 
@@ -220,8 +220,8 @@ class Dispatcher:
         _, _, _, provider, nic, text = error
         self.num_stalls += 1
         _log.warning("group %d, %s NIC %s stalls: %s", group, provider, nic, text)
-        if self.on_stalled is not None:
-            self.on_stalled(Stall(group, provider, nic, silent_s, outstanding_bytes))
+        if (on_stalled := self.on_stalled) is not None:
+            on_stalled(Stall(group, provider, nic, silent_s, outstanding_bytes))
 
     def _end_transfer(
         self,

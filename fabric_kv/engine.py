@@ -24,7 +24,7 @@ from .config import EngineOptions
 from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .regions import CounterToken, EngineAddress, RemoteRegion
-from .submission import encode_pieces
+from .submission import check_token, encode_pieces
 from .transfers import Counter, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
@@ -451,7 +451,10 @@ class Engine:
         """:meth:`signal` for many peers in one submission, all or none; a counter fires once all its senders have."""
         if not 1 <= units < 2**57:
             raise ConfigError(f"units={units} must lie in [1, 2^57)")
+        self._check_group(group)
         parts = list(parts)
+        for _, dst, token in parts:
+            check_token(token, dst)
         native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
         transfers = [Transfer(self, peer, 0, None) for peer, _, _ in parts]
         return self._track(transfers, lambda: self._native.submit_signals(native, group))
@@ -461,6 +464,9 @@ class Engine:
 
         A transfer's own end says only that its source may be reused; this says that nothing of it is still under way.
         It covers what had *ended* when it was submitted, of this engine's ``group``. ``dst`` as in :meth:`signal`.
+
+        It ends in TransferError on a NIC that does not keep writes in order (``describe()``'s ``ordered_writes``; shm,
+        EFA): there only the receiver's counters prove arrival.
         """
         transfer = Transfer(self, peer, 0, None)
         return self._track([transfer], lambda: [self._native.submit_flush(peer._native, dst.native(), group)])[0]

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
-from .regions import CounterToken
+from .regions import CounterToken, RemoteRegion
 from .transfers import MemoryRegion, PagePiece
 
 if TYPE_CHECKING:
     from . import _native
     from .engine import Engine
 
-__all__ = ["as_pages", "encode_pieces"]
+__all__ = ["as_pages", "check_token", "encode_pieces"]
 
 
 def as_pages(name: str, pages: Any) -> NDArray[np.int64]:
@@ -40,6 +40,15 @@ def as_pages(name: str, pages: Any) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def check_token(token: CounterToken, dst: RemoteRegion) -> None:
+    """Refuse a counter of another group than the region that is written to."""
+    if token.group != dst.group:
+        # The immediate would arrive over there, and count for whoever has that slot.
+        raise ConfigError(
+            f"the counter's token is of the peer's group {token.group}, the remote region of its group {dst.group}"
+        )
+
+
 def encode_pieces(
     engine: Engine, pieces: Iterable[PagePiece], token: CounterToken | None
 ) -> tuple[list[_native._Piece], list[MemoryRegion], int]:
@@ -49,12 +58,8 @@ def encode_pieces(
     for piece in pieces:
         if piece.src._engine is not engine:
             raise ConfigError(f"{piece.src!r} was registered with another engine")
-        if token is not None and token.group != piece.dst.group:
-            # The immediate would arrive over there, and count for whoever has that slot.
-            raise ConfigError(
-                f"the counter's token is of the peer's group {token.group}, the remote region of its group "
-                f"{piece.dst.group}"
-            )
+        if token is not None:
+            check_token(token, piece.dst)
         src_pages, dst_pages = as_pages("src_pages", piece.src_pages), as_pages("dst_pages", piece.dst_pages)
         sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
         row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)

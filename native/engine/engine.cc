@@ -74,6 +74,7 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
 }
 
 void Engine::deregister(const std::shared_ptr<Region>& region) {
+    if (in_child()) return;
     if (region->epoch != address_.epoch)
         throw Error(ErrorKind::kConfig, "the region was registered with another engine");
     if (const auto uses = region->drop())

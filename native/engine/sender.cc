@@ -223,8 +223,7 @@ PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(planned.units)});
     write.context = &op->context;
     op->plain = counted && planned.units == 0;
-    // Where order is not granted, nothing but the completion itself can say that the data is there: see post_flush().
-    write.delivered = op->plain || !rail.info().ordered_writes;
+    write.delivered = op->plain;
     return posted(rail.nic().post_write(write), op, rail, transfer);
 }
 
@@ -246,15 +245,19 @@ PostResult Sender::posted(PostResult result, Op* op, Rail& rail, Transfer& trans
     return result;
 }
 
-// An empty write that completes on delivery. On a rail that keeps writes in order it pushes all earlier ones ahead of
-// itself; on the others every write completes on delivery anyway.
+// An empty write that completes on delivery: on a rail that keeps writes in order it pushes all earlier ones ahead of
+// itself. On the others nothing can be said after the fact.
 PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
     try {
         auto& links = links_to(*transfer.peer, transfer.signal_dst->group);
         for (; transfer.next_link < links.size(); ++transfer.next_link) {
             auto& link = links[transfer.next_link];
             auto& rail = *rails_[link.local_rail];
-            if (!rail.info().ordered_writes) continue;
+            if (!rail.info().ordered_writes) {
+                fail(transfer, {0, 0, "flush", rail.info().provider, rail.info().domain,
+                                "the rail does not keep writes in order, so a flush proves nothing"});
+                return PostResult::kFailed;
+            }
             auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
             if (!op) return PostResult::kAgain;
             const auto& dst = transfer.signal_dst->rails[link.remote_rail][0];

@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <random>
+#include <string_view>
 
 namespace fkv::ofi {
 namespace {
@@ -95,10 +98,24 @@ std::string list_text(const fi_info* list) {
     return text.empty() ? "\n  nothing" : text;
 }
 
+// shm names its endpoints after the process id. What a killed process left behind under that name keeps the next one
+// with the same id, the same container started again for example, from opening its own: EBUSY.
+void use_unique_name(fi_info* info) {
+    constexpr std::string_view scheme = "fi_shm://";
+    if (!std::string_view(static_cast<const char*>(info->src_addr)).starts_with(scheme)) return;
+    std::random_device random;
+    char name[64];
+    std::snprintf(name, sizeof name, "%s%d-%08x%08x", scheme.data(), getpid(), random(), random());
+    std::free(info->src_addr);  // fi_freeinfo(3) frees ours in its stead
+    info->src_addr = strdup(name);
+    info->src_addrlen = std::strlen(name) + 1;
+}
+
 InfoPtr copy_of(const fi_info* info) {
     InfoPtr copy(Library::get().dupinfo(info));
     if (!copy) throw Error(ErrorKind::kFabric, "fi_dupinfo failed: out of memory");
     copy->next = nullptr;
+    if (copy->addr_format == FI_ADDR_STR && copy->src_addr) use_unique_name(copy.get());
     return copy;
 }
 

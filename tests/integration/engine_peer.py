@@ -142,11 +142,11 @@ class Node:
         transfer = self.engine.write_pages(self.peer, region, remote, src_pages, dst_pages, **options)
         transfer.result(LONG)
 
-    def flood(self, dst: bytes, nbytes: int, count: int) -> int:
+    def flood(self, dst: bytes, nbytes: int, count: int, token: CounterToken | None = None) -> int:
         """Begin ``count`` writes of ``nbytes`` and leave them on their way."""
         remote = RemoteRegion.from_bytes(dst)
         piece = PagePiece(self.regions["memory"], 0, 0, remote, 0, 0, nbytes, [0], [0])
-        self.transfers += [self.engine.submit(self.peer, [piece]) for _ in range(count)]
+        self.transfers += [self.engine.submit(self.peer, [piece], token=token) for _ in range(count)]
         return len(self.transfers)
 
     def obey(self) -> None:
@@ -294,7 +294,7 @@ class PeerProcess:
         self.harmed = True
         self.process.kill()
         self.process.wait(LONG)
-        for left in Path("/dev/shm").glob(f"{self.pid}:*"):  # libfabric's; whoever is killed cannot tidy up
+        for left in Path("/dev/shm").glob(f"{self.pid}-*"):  # libfabric's; whoever is killed cannot tidy up
             left.unlink(missing_ok=True)
 
     def recycle(self) -> bool:

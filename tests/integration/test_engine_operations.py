@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fabric_kv import ConfigError, Engine, EngineOptions, PagePiece, RemoteRegion, TransferTimeoutError
+from fabric_kv import ConfigError, Engine, EngineOptions, PagePiece, RemoteRegion, TransferError, TransferTimeoutError
 
 PAGE = 10_000
 NUM_PAGES = 40
@@ -75,6 +75,10 @@ def test_flush_ends_when_earlier_writes_are_in_memory(pair: tuple[Engine, Engine
     src, dst = here.register(source), there.register(target)
     remote = dst.remote
     peer = here.add_peer(there.address)
+    if not here.describe()["groups"][0]["rails"][0]["ordered_writes"]:
+        with pytest.raises(TransferError, match="keep writes in order"):
+            here.flush(peer, remote).result(20)
+        return
     for _ in range(20):
         target[:] = 0
         pages = np.arange(NUM_PAGES)

@@ -202,7 +202,7 @@ TEST_F(EngineEnd, a_read_ends_when_its_data_is_here_and_its_memory_is_in_use_unt
 TEST_F(EngineEnd, a_flush_ends_when_all_that_had_ended_is_in_the_targets_memory) {
     for (unsigned seed = 0; seed < 12; ++seed) {
         Cluster other(cluster.fabric.seed() + seed);
-        auto profile = seed % 2 ? FakeProfile::fail_stop() : FakeProfile::strict();
+        auto profile = FakeProfile::fail_stop();
         profile.early_percent = 100;
         auto& from = other.add({.rails = {2}, .profile = profile});
         auto& to = other.add({.rails = {2}, .profile = profile});
@@ -215,6 +215,17 @@ TEST_F(EngineEnd, a_flush_ends_when_all_that_had_ended_is_in_the_targets_memory)
         ASSERT_TRUE(other.wait([&] { return from.ended(flush); })) << other.where();
         EXPECT_EQ(landed, 40 * 64) << other.where();
     }
+}
+
+TEST_F(EngineEnd, a_flush_refuses_where_order_is_not_granted) {
+    Cluster other(cluster.fabric.seed());
+    auto& from = other.add({.rails = {1}, .profile = FakeProfile::strict()});
+    auto& to = other.add({.rails = {1}, .profile = FakeProfile::strict()});
+    Outcome outcome{};
+    from.on_transfer = [&](const Event& event) { outcome = event.outcome; };
+    const auto flush = from.engine->submit_flush(from.peer(to), to.remotes[0], 0)->id;
+    ASSERT_TRUE(other.wait([&] { return from.ended(flush); })) << other.where();
+    EXPECT_EQ(outcome, Outcome::kFailed);
 }
 
 TEST_F(EngineEnd, zero_pages_complete_at_once) {

@@ -174,6 +174,29 @@ TEST_F(EngineEnd, drain_lets_posted_writes_end_well) {
     EXPECT_EQ(a->outcome(id), Outcome::kOk);
 }
 
+TEST_F(EngineEnd, what_slips_in_beside_close_ends_too) {
+    start(8);
+    a->write_pages(*b, 0, 0, 4, 64);
+    const auto full = a->write_pages(*b, 0, 0, 100, 64)->id;
+    wait_held(8);
+    auto& group = a->engine->group(0);
+    group.begin_close(200 * kMillisecond);
+    const auto queued = a->send(*b, 10);  // taken, or left for close(), as the thread is quick or slow
+    ASSERT_TRUE(cluster.wait([&] { return a->ended(queued) || group.sender().in_flight() == 3; }));
+    // The thread drains and takes nothing more; a caller that had looked at the engine before goes on.
+    auto late = std::make_shared<Transfer>();
+    late->id = 1000;
+    late->kind = Transfer::Kind::kMessage;
+    late->peer = a->peer(*b);
+    ASSERT_TRUE(group.submit({late}));
+    a->engine->close(0);
+    a->take();
+    ASSERT_EQ(a->transfers.size(), 4u);
+    EXPECT_EQ(a->outcome(1000), Outcome::kClosed);
+    EXPECT_EQ(a->outcome(full), Outcome::kClosed);
+    EXPECT_EQ(group.sender().in_flight(), 0u);
+}
+
 TEST_F(EngineEnd, a_region_of_another_engine_is_refused) {
     start(0);
     auto piece = b->piece(*a, 0, 0, 100);  // b's memory

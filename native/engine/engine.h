@@ -67,8 +67,8 @@ class Engine {
         std::uint32_t user_value;
     };
     std::vector<std::shared_ptr<Transfer>> submit_signals(std::vector<Signal> signals, std::uint32_t group);
-    // Ends when everything that this engine has posted to the peer's group of `dst`, on the rails of our `group`, is in
-    // the target's memory.
+    // Ends when every write of our `group` to the peer's group of `dst` that had ended before is in the target's
+    // memory; fails on a rail that does not keep writes in order.
     std::shared_ptr<Transfer> submit_flush(const std::shared_ptr<Peer>& peer, std::shared_ptr<const RemoteRegion> dst,
                                            std::uint32_t group);
     void cancel(Transfer& transfer);

@@ -101,11 +101,11 @@ std::string list_text(const fi_info* list) {
 // shm names its endpoints after the process id. What a killed process left behind under that name keeps the next one
 // with the same id, the same container started again for example, from opening its own: EBUSY.
 void use_unique_name(fi_info* info) {
-    constexpr std::string_view scheme = "fi_shm://";
-    if (!std::string_view(static_cast<const char*>(info->src_addr)).starts_with(scheme)) return;
+    constexpr char kScheme[] = "fi_shm://";
+    if (!std::string_view(static_cast<const char*>(info->src_addr)).starts_with(kScheme)) return;
     std::random_device random;
     char name[64];
-    std::snprintf(name, sizeof name, "%s%d-%08x%08x", scheme.data(), getpid(), random(), random());
+    std::snprintf(name, sizeof name, "%s%d-%08x%08x", kScheme, getpid(), random(), random());
     std::free(info->src_addr);  // fi_freeinfo(3) frees ours in its stead
     info->src_addr = strdup(name);
     info->src_addrlen = std::strlen(name) + 1;

@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <set>
 #include <string_view>
 #include <thread>
 
@@ -83,7 +84,8 @@ class OfiNic final : public Nic {
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
     void check_peer_address(std::span<const std::byte> address) const;
-    PostResult posted(const char* op, ssize_t rc);
+    PostResult posted(const char* op, PeerAddress peer, ssize_t rc);
+    void await_connections();
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
     InfoPtr info_;
@@ -96,6 +98,7 @@ class OfiNic final : public Nic {
     std::vector<std::byte> address_;
     std::array<fi_cq_data_entry, 64> entries_{};
     OpError post_error_;
+    std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
     int wait_fd_ = -1;
 };
 
@@ -282,47 +285,72 @@ OpError OfiNic::error(const char* op, int fi_errno, int prov_errno, std::string 
     return {fi_errno, prov_errno, op, facts_.provider, facts_.domain, std::move(text)};
 }
 
-PostResult OfiNic::posted(const char* op, ssize_t rc) {
-    if (rc == 0) return PostResult::kOk;
-    if (rc == -FI_EAGAIN) return PostResult::kAgain;
+PostResult OfiNic::posted(const char* op, PeerAddress peer, ssize_t rc) {
+    if (rc == 0) {
+        if (!connecting_.empty()) connecting_.erase(peer);
+        return PostResult::kOk;
+    }
+    if (rc == -FI_EAGAIN) {
+        if (peer != FI_ADDR_UNSPEC) connecting_.insert(peer);
+        return PostResult::kAgain;
+    }
     post_error_ = error(op, static_cast<int>(-rc));
     return PostResult::kFailed;
 }
 
 PostResult OfiNic::post_write(const WriteOp& op) {
     // verbs;ofi_rxm takes it and fails later, with the connection.
-    if (op.nbytes > facts_.max_msg_bytes) return posted("write", -FI_EMSGSIZE);
+    if (op.nbytes > facts_.max_msg_bytes) return posted("write", op.peer, -FI_EMSGSIZE);
     if (op.delivered) {
         const iovec local{const_cast<void*>(op.src), op.nbytes};
         const fi_rma_iov remote{op.dst, op.nbytes, op.rkey};
         void* desc = op.local_desc;
         fi_msg_rma message{&local, &desc, 1, op.peer, &remote, 1, op.context, op.imm};
         const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | (op.has_imm ? FI_REMOTE_CQ_DATA : 0);
-        return posted("write", fi_writemsg(endpoint_.get(), &message, flags));
+        return posted("write", op.peer, fi_writemsg(endpoint_.get(), &message, flags));
     }
     if (op.has_imm)
-        return posted("write", fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst,
-                                            op.rkey, op.context));
-    return posted("write",
+        return posted("write", op.peer,
+                      fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey,
+                                   op.context));
+    return posted("write", op.peer,
                   fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
 }
 
 PostResult OfiNic::post_read(const ReadOp& op) {
-    return posted("read",
+    return posted("read", op.peer,
                   fi_read(endpoint_.get(), op.dst, op.nbytes, op.local_desc, op.peer, op.src, op.rkey, op.context));
 }
 
 PostResult OfiNic::post_send(const MessageOp& op) {
-    if (op.nbytes > facts_.max_msg_bytes) return posted("send", -FI_EMSGSIZE);
-    return posted("send", fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
+    if (op.nbytes > facts_.max_msg_bytes) return posted("send", op.peer, -FI_EMSGSIZE);
+    return posted("send", op.peer, fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
 }
 
 PostResult OfiNic::post_recv(const MessageOp& op) {
-    return posted("recv", fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context));
+    return posted("recv", FI_ADDR_UNSPEC,
+                  fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context));
+}
+
+// Whoever receives an shm endpoint's first words crashes (1.17) if its shared memory is gone by then: it maps that and
+// does not look whether it could. So we stay until those whom we spoke to have heard us: from then on they accept a
+// post, here a write to nowhere. A peer that is stopped for longer than this is not saved.
+void OfiNic::await_connections() {
+    constexpr int kTries = 500;
+    if (info_->addr_format != FI_ADDR_STR) return;  // elsewhere a connection that breaks off harms nobody
+    OpContext context;
+    for (int tries = 0; tries < kTries && !connecting_.empty(); ++tries) {
+        if (tries > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        std::erase_if(connecting_, [&](PeerAddress peer) {
+            const fi_msg_rma nothing{nullptr, nullptr, 0, peer, nullptr, 0, &context, 0};
+            return fi_writemsg(endpoint_.get(), &nothing, FI_COMPLETION) != -FI_EAGAIN;
+        });
+    }
 }
 
 void OfiNic::close_endpoint() {
     if (!endpoint_) return;
+    await_connections();
     // rxm crashes when one of its own messages (a credit) is still unread as its connection closes: read first.
     const auto read = [&] {
         for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {

@@ -16,12 +16,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <optional>
 #include <random>
 #include <set>
+#include <shared_mutex>
 #include <string_view>
 #include <thread>
 
 #include "ofi/hang_up.h"
+#include "ofi/neighbours.h"
 
 namespace fkv::ofi {
 namespace {
@@ -84,7 +88,9 @@ class OfiNic final : public Nic {
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
     void check_peer_address(std::span<const std::byte> address) const;
-    PostResult posted(const char* op, PeerAddress peer, ssize_t rc);
+    template <typename Call>
+    PostResult post(const char* op, PeerAddress peer, Call&& call);
+    std::shared_lock<std::shared_mutex> at_work() const;
     void await_connections();
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
@@ -98,6 +104,8 @@ class OfiNic final : public Nic {
     std::vector<std::byte> address_;
     std::array<fi_cq_data_entry, 64> entries_{};
     OpError post_error_;
+    std::optional<Neighbour> self_;                        // where addresses are names, as shm's
+    std::map<PeerAddress, Neighbour::Closed> neighbours_;  // peers in this process
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
     int wait_fd_ = -1;
 };
@@ -126,6 +134,12 @@ NicInfo facts_of(const fi_info& info) {
                            info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
     facts.imm_uses_recv = (info.mode | info.rx_attr->mode | info.domain_attr->mode) & FI_RX_CQ_DATA;
     return facts;
+}
+
+// Without what comes after the zero byte that ends an address of the FI_ADDR_STR kind.
+std::string name_of(std::span<const std::byte> address) {
+    const std::string_view text(reinterpret_cast<const char*>(address.data()), address.size());
+    return std::string(text.substr(0, text.find('\0')));
 }
 
 template <typename F, typename Open>
@@ -169,6 +183,7 @@ OfiNic::OfiNic(InfoPtr info)
     address_.resize(size);
     check("fi_getname", fi_getname(&endpoint_->fid, address_.data(), &size));
     address_.resize(size);
+    if (info_->addr_format == FI_ADDR_STR) self_.emplace(name_of(address_));
 }
 
 void OfiNic::open_cq() {
@@ -266,16 +281,22 @@ void OfiNic::check_peer_address(std::span<const std::byte> address) const {
 PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
     check_peer_address(address);
     fi_addr_t peer = FI_ADDR_UNSPEC;
+    const auto lock = at_work();
     const int count = fi_av_insert(av_.get(), address.data(), 1, &peer, 0, nullptr);
     if (count != 1 || peer == FI_ADDR_UNSPEC) {
         auto failure =
             call_failed("fi_av_insert", count < 0 ? count : -FI_EADDRNOTAVAIL, facts_.provider, facts_.domain);
         throw Error(ErrorKind::kUnreachable, failure.what(), failure.op());
     }
+    if (self_)
+        if (auto neighbour = Neighbour::find(name_of(address))) neighbours_[peer] = std::move(neighbour);
     return peer;
 }
 
 void OfiNic::remove_peer(PeerAddress peer) {
+    const auto lock = at_work();
+    neighbours_.erase(peer);
+    connecting_.erase(peer);
     fi_addr_t address = peer;
     fi_av_remove(av_.get(), &address, 1, 0);
 }
@@ -285,7 +306,17 @@ OpError OfiNic::error(const char* op, int fi_errno, int prov_errno, std::string 
     return {fi_errno, prov_errno, op, facts_.provider, facts_.domain, std::move(text)};
 }
 
-PostResult OfiNic::posted(const char* op, PeerAddress peer, ssize_t rc) {
+std::shared_lock<std::shared_mutex> OfiNic::at_work() const {
+    return self_ ? self_->at_work() : std::shared_lock<std::shared_mutex>();
+}
+
+// Runs call(), a libfabric post to `peer`, and says how it went.
+template <typename Call>
+PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
+    const auto lock = at_work();
+    const auto neighbour = neighbours_.empty() ? neighbours_.end() : neighbours_.find(peer);
+    const bool gone = neighbour != neighbours_.end() && *neighbour->second;
+    const ssize_t rc = gone ? -FI_ENOTCONN : call();
     if (rc == 0) {
         if (!connecting_.empty()) connecting_.erase(peer);
         return PostResult::kOk;
@@ -294,42 +325,47 @@ PostResult OfiNic::posted(const char* op, PeerAddress peer, ssize_t rc) {
         if (peer != FI_ADDR_UNSPEC) connecting_.insert(peer);
         return PostResult::kAgain;
     }
-    post_error_ = error(op, static_cast<int>(-rc));
+    post_error_ = error(op, static_cast<int>(-rc), 0, gone ? "the peer's endpoint was closed by this process" : "");
     return PostResult::kFailed;
 }
 
 PostResult OfiNic::post_write(const WriteOp& op) {
     // verbs;ofi_rxm takes it and fails later, with the connection.
-    if (op.nbytes > facts_.max_msg_bytes) return posted("write", op.peer, -FI_EMSGSIZE);
+    if (op.nbytes > facts_.max_msg_bytes) return post("write", op.peer, [] { return -FI_EMSGSIZE; });
     if (op.delivered) {
         const iovec local{const_cast<void*>(op.src), op.nbytes};
         const fi_rma_iov remote{op.dst, op.nbytes, op.rkey};
         void* desc = op.local_desc;
         fi_msg_rma message{&local, &desc, 1, op.peer, &remote, 1, op.context, op.imm};
         const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | (op.has_imm ? FI_REMOTE_CQ_DATA : 0);
-        return posted("write", op.peer, fi_writemsg(endpoint_.get(), &message, flags));
+        return post("write", op.peer, [&] { return fi_writemsg(endpoint_.get(), &message, flags); });
     }
     if (op.has_imm)
-        return posted("write", op.peer,
-                      fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey,
-                                   op.context));
-    return posted("write", op.peer,
-                  fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context));
+        return post("write", op.peer, [&] {
+            return fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey,
+                                op.context);
+        });
+    return post("write", op.peer, [&] {
+        return fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context);
+    });
 }
 
 PostResult OfiNic::post_read(const ReadOp& op) {
-    return posted("read", op.peer,
-                  fi_read(endpoint_.get(), op.dst, op.nbytes, op.local_desc, op.peer, op.src, op.rkey, op.context));
+    return post("read", op.peer, [&] {
+        return fi_read(endpoint_.get(), op.dst, op.nbytes, op.local_desc, op.peer, op.src, op.rkey, op.context);
+    });
 }
 
 PostResult OfiNic::post_send(const MessageOp& op) {
-    if (op.nbytes > facts_.max_msg_bytes) return posted("send", op.peer, -FI_EMSGSIZE);
-    return posted("send", op.peer, fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context));
+    if (op.nbytes > facts_.max_msg_bytes) return post("send", op.peer, [] { return -FI_EMSGSIZE; });
+    return post("send", op.peer,
+                [&] { return fi_send(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, op.peer, op.context); });
 }
 
 PostResult OfiNic::post_recv(const MessageOp& op) {
-    return posted("recv", FI_ADDR_UNSPEC,
-                  fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context));
+    return post("recv", FI_ADDR_UNSPEC, [&] {
+        return fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context);
+    });
 }
 
 // Whoever receives an shm endpoint's first words crashes (1.17) if its shared memory is gone by then: it maps that and
@@ -337,14 +373,16 @@ PostResult OfiNic::post_recv(const MessageOp& op) {
 // post, here a write to nowhere. A peer that is stopped for longer than this is not saved.
 void OfiNic::await_connections() {
     constexpr int kTries = 500;
-    if (info_->addr_format != FI_ADDR_STR) return;  // elsewhere a connection that breaks off harms nobody
+    if (!self_) return;  // elsewhere a connection that breaks off harms nobody
     OpContext context;
     for (int tries = 0; tries < kTries && !connecting_.empty(); ++tries) {
         if (tries > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        std::erase_if(connecting_, [&](PeerAddress peer) {
+        for (const auto peer : std::set(connecting_)) {
             const fi_msg_rma nothing{nullptr, nullptr, 0, peer, nullptr, 0, &context, 0};
-            return fi_writemsg(endpoint_.get(), &nothing, FI_COMPLETION) != -FI_EAGAIN;
-        });
+            if (post("write", peer, [&] { return fi_writemsg(endpoint_.get(), &nothing, FI_COMPLETION); }) ==
+                PostResult::kFailed)
+                connecting_.erase(peer);
+        }
     }
 }
 
@@ -367,12 +405,14 @@ void OfiNic::close_endpoint() {
         read();
         if (tries > 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    if (self_) return self_->leave([&] { endpoint_.reset(); });
     endpoint_.reset();
 }
 
 int OfiNic::poll(std::span<Completion> out) {
     // rxm reports errors of a closed endpoint, but crashes when asked what they mean.
     if (!endpoint_) return 0;
+    const auto lock = at_work();
     const auto n = fi_cq_read(cq_.get(), entries_.data(), std::min(out.size(), entries_.size()));
     if (n == -FI_EAGAIN) return 0;
     if (n < 0) return -1;

@@ -18,7 +18,7 @@ import pytest
 
 from fabric_kv.config import EngineOptions
 from fabric_kv.engine import Engine
-from fabric_kv.errors import ClosedError, ConfigError
+from fabric_kv.errors import ClosedError, ConfigError, TransferError
 
 from .engine_peer import LONG, PeerProcess
 
@@ -124,6 +124,26 @@ def test_an_engine_that_is_forgotten_with_work_in_flight_ends_it_first(provider:
     counter.result(LONG)
     del b, remote, counter
     assert wait_for(lambda: left_open() <= before), (before, left_open())
+
+
+def test_an_engine_closes_while_its_neighbour_writes_to_it(provider: Any) -> None:
+    """The neighbour lives on. (shm within one process: the closed one's queue is unmapped under it.)"""
+    with open_engine(provider) as b:
+        source = b.register(np.ones(1 << 20, np.uint8))
+        for _ in range(10):
+            a = open_engine(provider)
+            peer = b.add_peer(a.address)
+            memory = a.register(np.zeros(1 << 20, np.uint8))
+            transfers = [b.write(peer, source, 0, memory.remote, 0, 1 << 20)]
+            closing = threading.Thread(target=a.close)
+            closing.start()
+            while closing.is_alive():
+                transfers.append(b.write(peer, source, 0, memory.remote, 0, 1 << 20))
+                b.send(peer, b"ping")
+            transfers += [b.write(peer, source, 0, memory.remote, 0, 1 << 20) for _ in range(4)]
+            b.remove_peer(peer)
+            for transfer in transfers:
+                assert isinstance(transfer.exception(LONG), None | TransferError)
 
 
 def test_a_closed_engine_keeps_nothing_of_its_callbacks(provider: Any) -> None:
@@ -258,7 +278,6 @@ def run(provider: Any, code: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)  # shm unmaps an endpoint under its neighbours
 def test_the_interpreter_ends_with_work_in_flight(provider: Any) -> None:
     out = run(
         provider,
@@ -268,7 +287,8 @@ transfers[-1].add_done_callback(lambda t: print("ended", type(t.exception()).__n
 print("exits")
 """,
     )
-    assert out.split() in (["exits", "ended", "NoneType"], ["exits", "ended", "ClosedError"]), out
+    assert out.split()[:2] == ["exits", "ended"]
+    assert out.split()[2:] in (["NoneType"], ["ClosedError"], ["TransferError"])
 
 
 def test_a_thread_that_still_waits_does_not_keep_the_interpreter(provider: Any) -> None:

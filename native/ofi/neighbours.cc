@@ -1,0 +1,65 @@
+#include "ofi/neighbours.h"
+
+#include <pthread.h>
+
+#include <map>
+#include <utility>
+
+namespace fkv::ofi {
+
+struct Neighbour::Street {
+    std::mutex mutex;  // of members
+    std::map<std::string, Closed> members;
+    std::atomic<std::size_t> size{0};
+    std::shared_mutex work_mutex;
+    std::mutex gate;  // whoever leaves closes it, lest busy neighbours keep work_mutex for ever
+    std::atomic<bool> gate_closed{false};
+};
+
+// Never destroyed, since engines may be closed at the very end of the process. A forked child has one of its own: the
+// parent's locks may be held by threads that the child does not have.
+Neighbour::Street& Neighbour::street() {
+    static std::atomic<Street*> street{new Street};
+    [[maybe_unused]] static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { street.store(new Street, std::memory_order_relaxed); });
+    return *street.load(std::memory_order_relaxed);
+}
+
+Neighbour::Neighbour(std::string name) : name_(std::move(name)), street_(street()) {
+    const std::lock_guard lock(street_.mutex);
+    street_.members[name_] = closed_;
+    ++street_.size;
+}
+
+Neighbour::~Neighbour() {
+    const std::lock_guard lock(street_.mutex);
+    street_.members.erase(name_);
+    --street_.size;
+}
+
+Neighbour::Closed Neighbour::find(const std::string& name) {
+    auto& here = street();
+    const std::lock_guard lock(here.mutex);
+    const auto found = here.members.find(name);
+    return found == here.members.end() ? nullptr : found->second;
+}
+
+std::shared_lock<std::shared_mutex> Neighbour::at_work() const {
+    if (street_.size.load(std::memory_order_relaxed) < 2) return {};
+    if (street_.gate_closed.load(std::memory_order_relaxed)) const std::lock_guard wait(street_.gate);
+    return std::shared_lock(street_.work_mutex);
+}
+
+Neighbour::Departure::Departure(Street& street) : street_(street) {
+    street_.gate.lock();
+    street_.gate_closed.store(true);
+    street_.work_mutex.lock();
+}
+
+Neighbour::Departure::~Departure() {
+    street_.work_mutex.unlock();
+    street_.gate_closed.store(false);
+    street_.gate.unlock();
+}
+
+}  // namespace fkv::ofi

@@ -73,16 +73,20 @@ void PageCursor::advance() {
     }
 }
 
+// Bytes that a run may have from its begin on, on account of the registrations.
+std::uint64_t PageCursor::room_at(const PagePiece& piece, const PlannedRun& run) const {
+    return std::min(piece.src->segments.room_at(run.src_offset), piece.dst->segments.room_at(run.dst_offset));
+}
+
 void PageCursor::next_part(PlannedWrite& out) {
     const auto left = block_end_ - within_;
-    const auto room =
-        std::min(out.piece->src->segments.room_at(out.src_offset), out.piece->dst->segments.room_at(out.dst_offset));
-    out.nbytes = std::min(left, room);
-    const bool last = out.nbytes == left;
+    const auto nbytes = std::min(left, room_at(*out.piece, out.runs[0]));
+    out.runs[0].nbytes = out.nbytes = nbytes;
+    const bool last = nbytes == left;
     out.units = last ? block_units_ : 0;
     out.after_plain = last && block_cut_;
     block_cut_ = !last;
-    within_ += out.nbytes;
+    within_ += nbytes;
     if (!last) return;
     block_end_ = 0;
     if (within_ == out.piece->nbytes) {
@@ -95,9 +99,15 @@ bool PageCursor::next(PlannedWrite& out) {
     std::uint64_t src = 0, dst = 0;
     if (!at_fragment(src, dst)) return false;
     const auto& piece = pieces_[piece_];
-    out = {&piece, src + within_, dst + within_, 0, 0, false, page_, 1};
+    out.piece = &piece;
+    out.runs[0] = {src + within_, dst + within_, 0};
+    out.num_runs = 1;
+    out.nbytes = out.units = 0;
+    out.after_plain = false;
+    out.first_page = page_;
+    out.num_pages = 1;
     const auto unit = limits_.unit_bytes;
-    auto room = std::min(piece.src->segments.room_at(out.src_offset), piece.dst->segments.room_at(out.dst_offset));
+    auto room = room_at(piece, out.runs[0]);
     // The most that one write may carry, in whole units.
     const auto most_units = std::min(limits_.max_bytes / unit, limits_.max_units);
     const auto units_of = [unit](std::uint64_t nbytes) { return nbytes / unit + (nbytes % unit != 0); };
@@ -114,16 +124,32 @@ bool PageCursor::next(PlannedWrite& out) {
         next_part(out);
         return true;
     }
-    room = std::min(room, limits_.max_bytes);
     const auto fragment_units = units_of(piece.nbytes);
-    do {
+    std::size_t src_runs = 1, dst_runs = 1;
+    for (;;) {
+        auto& run = out.runs[out.num_runs - 1];
+        run.nbytes += piece.nbytes;
         out.nbytes += piece.nbytes;
         out.units += fragment_units;
         out.num_pages = page_ - out.first_page + 1;
         advance();
         if (!at_fragment(src, dst) || &pieces_[piece_] != &piece) break;
-    } while (src == out.src_offset + out.nbytes && dst == out.dst_offset + out.nbytes &&
-             out.nbytes + piece.nbytes <= room && out.units + fragment_units <= limits_.max_units);
+        if (out.nbytes + piece.nbytes > limits_.max_bytes || out.units + fragment_units > limits_.max_units) break;
+        const bool src_follows = src == run.src_offset + run.nbytes;
+        const bool dst_follows = dst == run.dst_offset + run.nbytes;
+        const bool gathers = out.num_runs > 1;
+        const bool may_gather = out.nbytes + piece.nbytes <= limits_.max_gather_bytes;
+        if (src_follows && dst_follows && run.nbytes + piece.nbytes <= room && (!gathers || may_gather)) continue;
+        // Another run, if it is whole within its registrations and the operation may have that many places.
+        const PlannedRun next{src, dst, 0};
+        room = room_at(piece, next);
+        src_runs += !src_follows || piece.src->segments.index_of(src) != piece.src->segments.index_of(src - 1);
+        dst_runs += !dst_follows || piece.dst->segments.index_of(dst) != piece.dst->segments.index_of(dst - 1);
+        if (!may_gather || room < piece.nbytes || out.num_runs == kMaxParts || src_runs > limits_.max_src_runs ||
+            dst_runs > limits_.max_dst_runs)
+            break;
+        out.runs[out.num_runs++] = next;
+    }
     return true;
 }
 

@@ -3,6 +3,7 @@
 // Pure functions over plain data: no NIC, no thread. Offsets are 64-bit throughout.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -33,26 +34,36 @@ struct PagePiece {
 void check_bounds(const PagePiece& piece);
 
 struct WriteLimits {
-    std::uint64_t max_bytes;   // of one write; at least one unit
-    std::uint64_t unit_bytes;  // writes are split at multiples of it
-    std::uint64_t max_units;   // that one write may stand for
+    std::uint64_t max_bytes;                             // of one write; at least one unit
+    std::uint64_t unit_bytes;                            // writes are split at multiples of it
+    std::uint64_t max_units;                             // that one write may stand for
+    std::size_t max_src_runs = 1;                        // places that one write may read from ...
+    std::size_t max_dst_runs = 1;                        // ... and write to
+    std::uint64_t max_gather_bytes = ~std::uint64_t{0};  // of a write with more than one run
+};
+
+// Bytes that lie together on both sides.
+struct PlannedRun {
+    std::uint64_t src_offset;
+    std::uint64_t dst_offset;
+    std::uint64_t nbytes;
 };
 
 struct PlannedWrite {
     const PagePiece* piece;
-    std::uint64_t src_offset;
-    std::uint64_t dst_offset;
-    std::uint64_t nbytes;
+    std::array<PlannedRun, kMaxParts> runs;  // num_runs of them
+    std::size_t num_runs;
+    std::uint64_t nbytes;      // of all runs
     std::uint64_t units;       // 0: a part that a later write answers for
     bool after_plain;          // to be posted only when every such part has been delivered
     std::uint64_t first_page;  // index into the piece's page lists
     std::uint64_t num_pages;
 };
 
-// Walks the pieces in order and yields one write per run of fragments that are neighbours on both sides. The units of
-// all writes add up to the sum of ceil(nbytes / unit) over all fragments, however they were merged and split.
+// Walks the pieces in order and joins fragments that are neighbours on both sides to runs, and runs to writes. The
+// units of all writes add up to the sum of ceil(nbytes / unit) over all fragments, however they were joined and split.
 //
-// No write crosses a border between registrations. A unit that such a border cuts cannot be counted in parts: its first
+// No run crosses a border between registrations. A unit that such a border cuts cannot be counted in parts: its first
 // parts are yielded with 0 units, its last one carries the units and must be posted after the others are delivered.
 class PageCursor {
   public:
@@ -65,6 +76,7 @@ class PageCursor {
     bool at_fragment(std::uint64_t& src, std::uint64_t& dst);
     void advance();
     void next_part(PlannedWrite& out);
+    std::uint64_t room_at(const PagePiece& piece, const PlannedRun& run) const;
 
     std::span<const PagePiece> pieces_;
     WriteLimits limits_{};

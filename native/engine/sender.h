@@ -79,6 +79,8 @@ class Sender {
     std::vector<std::unique_ptr<Rail>>& rails_;
     const std::size_t max_transfers_;
     const std::uint64_t max_write_bytes_;
+    const std::size_t max_src_runs_;  // places of one write on our side ...
+    const std::size_t max_dst_runs_;  // ... and the peer's
     const std::size_t max_frame_bytes_;
     EventQueue& events_;
     std::atomic<std::size_t> in_flight_{0};

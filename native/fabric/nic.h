@@ -29,15 +29,15 @@ struct NicInfo {
     std::size_t tx_depth;         // operations that may be posted at once
     std::size_t rx_depth;
     std::size_t cq_data_bytes;  // at least 4
-    std::size_t iov_limit;
-    std::size_t rma_iov_limit;
-    std::uint64_t link_bps;  // 0 where the provider does not say
-    bool virtual_addresses;  // remote addresses are the target's virtual addresses, else offsets
-    bool provider_keys;      // the provider picks the rkey
-    bool local_mr;           // send and receive buffers must be registered
-    bool endpoint_mr;        // registrations are bound to the endpoint
-    bool ordered_writes;     // write-after-write order is granted on both sides
-    bool imm_uses_recv;      // every immediate uses up a posted receive
+    std::size_t iov_limit;      // places that one operation may read from
+    std::size_t rma_iov_limit;  // places that one operation may write to
+    std::uint64_t link_bps;     // 0 where the provider does not say
+    bool virtual_addresses;     // remote addresses are the target's virtual addresses, else offsets
+    bool provider_keys;         // the provider picks the rkey
+    bool local_mr;              // send and receive buffers must be registered
+    bool endpoint_mr;           // registrations are bound to the endpoint
+    bool ordered_writes;        // write-after-write order is granted on both sides
+    bool imm_uses_recv;         // every immediate uses up a posted receive
     std::uint64_t max_mr_bytes = ~std::uint64_t{0};  // largest registration
     bool wait_fd;                                    // the completion queue has a file descriptor to sleep on
 };
@@ -64,17 +64,32 @@ class MemoryHandle {
     virtual void* local_desc() const = 0;
 };
 
-struct WriteOp {
+// A run of bytes within one registration on either side.
+struct WritePart {
     const void* src;
     void* local_desc;
     std::uint64_t nbytes;
-    PeerAddress peer;
     std::uint64_t dst;
     std::uint64_t rkey;
+};
+
+constexpr std::size_t kMaxParts = 8;
+
+// One operation with one completion and at most one immediate, which tells of all parts. Parts that continue each other
+// on a side are one place there: no more places than iov_limit on the source's side and rma_iov_limit on the target's.
+struct WriteOp {
+    std::span<const WritePart> parts;  // 1 to kMaxParts
+    PeerAddress peer;
     bool has_imm;
     std::uint32_t imm;
     OpContext* context;
     bool delivered = false;  // complete only when the data is in the target's memory (FI_DELIVERY_COMPLETE)
+
+    std::uint64_t nbytes() const {
+        std::uint64_t sum = 0;
+        for (const auto& part : parts) sum += part.nbytes;
+        return sum;
+    }
 };
 
 struct ReadOp {

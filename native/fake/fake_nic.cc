@@ -65,8 +65,9 @@ class FakeNic final : public Nic {
     class Use;
     NicState& state() { return world_->nics[id_]; }
     PostResult refuse(const char* op, int fi_errno, const std::string& why, bool misuse);
-    PostResult post(Op op, PeerAddress peer, void* local_desc);
+    PostResult post(Op op, PeerAddress peer, std::span<const WritePart> parts);
     const Mr* local_mr(void* desc, const void* data, std::uint64_t nbytes);
+    bool within_limits(std::span<const WritePart> parts) const;
     void read(const Entry& entry, OpContext* context);
 
     std::shared_ptr<World> world_;
@@ -184,17 +185,36 @@ const Mr* FakeNic::local_mr(void* desc, const void* data, std::uint64_t nbytes) 
     return nullptr;
 }
 
-PostResult FakeNic::post(Op op, PeerAddress peer, void* local_desc) {
+// Parts that continue each other on a side are one place there.
+bool FakeNic::within_limits(std::span<const WritePart> parts) const {
+    std::size_t sources = 1, targets = 1;
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+        const auto &one = parts[i - 1], &next = parts[i];
+        sources += static_cast<const std::byte*>(one.src) + one.nbytes != next.src || one.local_desc != next.local_desc;
+        targets += one.dst + one.nbytes != next.dst || one.rkey != next.rkey;
+    }
+    return !parts.empty() && parts.size() <= kMaxParts && sources <= info_.iov_limit && targets <= info_.rma_iov_limit;
+}
+
+PostResult FakeNic::post(Op op, PeerAddress peer, std::span<const WritePart> parts) {
     auto& nic = state();
     const char* name = op.view.kind == OpKind::kWrite ? "write" : op.view.kind == OpKind::kRead ? "read" : "send";
     if (!op.context) return refuse(name, EINVAL, "no context", true);
     if (nic.gone) return refuse(name, ENODEV, "this NIC was killed or closed", nic.closed);
     if (peer >= nic.peers.size() || nic.peers[peer] == kAnyNic) return refuse(name, EINVAL, "no such peer", true);
     if (op.view.nbytes > info_.max_msg_bytes) return refuse(name, EMSGSIZE, "longer than max_msg_bytes", false);
-    const Mr* mr = nullptr;
-    if (info_.local_mr && op.view.nbytes) {
-        mr = local_mr(local_desc, op.source, op.view.nbytes);
-        if (!mr) return refuse(name, EINVAL, "the source is not within the registration of local_desc", true);
+    if (!within_limits(parts)) return refuse(name, EINVAL, "more places than one operation may have", true);
+    for (const auto& part : parts) {
+        const Mr* mr = nullptr;
+        if (info_.local_mr && part.nbytes) {
+            mr = local_mr(part.local_desc, part.src, part.nbytes);
+            if (!mr) return refuse(name, EINVAL, "the source is not within the registration of local_desc", true);
+        }
+        op.parts.push_back({.source = static_cast<const std::byte*>(part.src),
+                            .nbytes = part.nbytes,
+                            .dst_address = part.dst,
+                            .rkey = part.rkey,
+                            .local_mr = mr ? mr->id : 0});
     }
     if (nic.storm == 0 && world_->percent(nic.profile.eagain_percent))
         nic.storm = 1 + static_cast<unsigned>(world_->below(nic.profile.eagain_polls));
@@ -209,8 +229,7 @@ PostResult FakeNic::post(Op op, PeerAddress peer, void* local_desc) {
     op.view.id = world_->stats.posts++;
     op.view.src = id_;
     op.view.dst = nic.peers[peer];
-    op.local_mr = mr ? mr->id : 0;
-    op.checksum = checksum_of(op.source, op.view.nbytes);
+    op.checksum = checksum_of(op.parts);
     op.target.due = world_->clock + world_->below(nic.profile.max_delay + 1);
     op.back.due = world_->clock + world_->below(3 * nic.profile.max_delay + 1);
     op.early = (op.view.kind == OpKind::kSend || world_->is_ordered(op)) && world_->percent(nic.profile.early_percent);
@@ -229,32 +248,31 @@ PostResult FakeNic::post(Op op, PeerAddress peer, void* local_desc) {
 PostResult FakeNic::post_write(const WriteOp& op) {
     const Use use(*this);
     Op posted{};
-    posted.view = {0, OpKind::kWrite, 0, 0, op.nbytes, op.dst, op.has_imm, op.has_imm ? op.imm : 0};
-    posted.source = static_cast<const std::byte*>(op.src);
-    posted.rkey = op.rkey;
+    const auto dst = op.parts.empty() ? 0 : op.parts.front().dst;
+    posted.view = {0, OpKind::kWrite, 0, 0, op.nbytes(), dst, op.has_imm, op.has_imm ? op.imm : 0};
     posted.context = op.context;
     posted.delivered = op.delivered;
-    return post(std::move(posted), op.peer, op.local_desc);
+    return post(std::move(posted), op.peer, op.parts);
 }
 
 PostResult FakeNic::post_read(const ReadOp& op) {
     const Use use(*this);
     Op posted{};
     posted.view = {0, OpKind::kRead, 0, 0, op.nbytes, op.src, false, 0};
-    posted.source = posted.local = static_cast<std::byte*>(op.dst);
-    posted.rkey = op.rkey;
+    posted.local = static_cast<std::byte*>(op.dst);
     posted.context = op.context;
     posted.delivered = true;
-    return post(std::move(posted), op.peer, op.local_desc);
+    const WritePart part{op.dst, op.local_desc, op.nbytes, op.src, op.rkey};
+    return post(std::move(posted), op.peer, {&part, 1});
 }
 
 PostResult FakeNic::post_send(const MessageOp& op) {
     const Use use(*this);
     Op posted{};
     posted.view = {0, OpKind::kSend, 0, 0, op.nbytes, 0, false, 0};
-    posted.source = static_cast<const std::byte*>(op.buffer);
     posted.context = op.context;
-    return post(std::move(posted), op.peer, op.local_desc);
+    const WritePart part{op.buffer, op.local_desc, op.nbytes, 0, 0};
+    return post(std::move(posted), op.peer, {&part, 1});
 }
 
 PostResult FakeNic::post_recv(const MessageOp& op) {

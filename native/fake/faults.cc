@@ -154,12 +154,12 @@ void World::close_mr(NicState& nic, std::uint64_t rkey) {
         if (receive.local_mr == id) misused(nic, "the registration of a posted receive was closed");
     for (auto& op : ops) {
         const bool unread = !op.source_done && !op.on_wire && op.step <= Step::kLandLast && !op.target_done;
-        if (op.view.src == nic.id && op.local_mr == id && unread) {
+        if (op.view.src == nic.id && op.uses_local_mr(id) && unread) {
             misused(nic, "the registration of the source of operation " + std::to_string(op.view.id) +
                              " was closed before its completion");
             fail(op, EACCES, "the source is not registered any more");
         }
-        if (op.view.dst != nic.id || op.mr != id || op.target_done) continue;
+        if (op.view.dst != nic.id || !op.uses_mr(id) || op.target_done) continue;
         if (nic.profile.mr_close == MrClose::kFlush && !nic.gone) {
             if (op.step == Step::kLandFirst) land(op, true);
             if (op.step <= Step::kLandLast) land(op, false);

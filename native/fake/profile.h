@@ -27,6 +27,8 @@ struct FakeProfile {
     std::uint64_t max_msg_bytes = 16384;
     std::size_t tx_depth = 16;
     std::size_t rx_depth = 16;
+    std::size_t iov_limit = 1;      // places of one write on our side ...
+    std::size_t rma_iov_limit = 1;  // ... and at the target
     bool virtual_addresses = true;
     bool provider_keys = true;
     bool local_mr = true;

@@ -62,7 +62,7 @@ void World::run_to_target(Op& op, NicId poller) {
             break;
         case Step::kArrive:
             arrive(op);
-            if (!op.landing && op.step == Step::kArrive) return;  // refused, or waits for a receive
+            if (!op.accepted && op.step == Step::kArrive) return;  // refused, or waits for a receive
             break;
         case Step::kLandFirst:
         case Step::kLandLast:
@@ -109,47 +109,49 @@ void World::run_to_source(Op& op) {
 void World::arrive(Op& op) {
     const bool accepted = op.view.kind != OpKind::kSend ? accept_remote(op) : accept_message(op);
     if (!accepted) return;
+    op.accepted = true;
     op.split = op.view.nbytes;
     const auto& src = nics[op.view.src].profile;
     if (op.view.nbytes >= std::max<std::uint64_t>(src.split_bytes, 2)) op.split = 1 + below(op.view.nbytes - 1);
     op.back_to_front = !is_ordered(op) && percent(50);
 }
 
+// All parts or none: a provider that takes some before it looks at the others would be no worse, since nobody hears of
+// them.
 bool World::accept_remote(Op& op) {
-    static std::byte nowhere;
+    return std::all_of(op.parts.begin(), op.parts.end(), [&](auto& part) { return accept_part(op, part); });
+}
+
+bool World::accept_part(Op& op, Part& part) {
     auto& dst = nics[op.view.dst];
+    if (part.nbytes == 0) return true;  // no byte, no check: so does InfiniBand
     if (!dst.profile.checks_keys) {
-        op.landing = op.view.nbytes ? reinterpret_cast<std::byte*>(op.view.dst_address) : &nowhere;
+        part.landing = reinterpret_cast<std::byte*>(part.dst_address);
         return true;
     }
-    if (op.view.nbytes == 0) {  // no byte, no check: so does InfiniBand
-        op.landing = &nowhere;
-        return true;
-    }
-    const auto found = dst.mrs.find(op.rkey);
+    const auto found = dst.mrs.find(part.rkey);
     if (found == dst.mrs.end()) {
         fail(op, EACCES, "the target knows no such rkey");
         return false;
     }
     const auto& mr = found->second;
-    const std::uint64_t offset = op.view.dst_address - mr.remote_base;
-    if (op.view.dst_address < mr.remote_base || offset > mr.nbytes || op.view.nbytes > mr.nbytes - offset) {
+    const std::uint64_t offset = part.dst_address - mr.remote_base;
+    if (part.dst_address < mr.remote_base || offset > mr.nbytes || part.nbytes > mr.nbytes - offset) {
         fail(op, EACCES, "out of the target's registration");
         return false;
     }
-    op.landing = mr.base + offset;
-    op.mr = mr.id;
+    part.landing = mr.base + offset;
+    part.mr = mr.id;
     return true;
 }
 
 bool World::accept_message(Op& op) {
-    static std::byte nowhere;
     auto& dst = nics[op.view.dst];
     if (dst.receives.empty() || dst.cq_full()) return false;  // the message waits at the target
     op.receive = dst.receives.front();
     dst.receives.pop_front();
     if (op.view.nbytes <= op.receive.op.nbytes) {
-        op.landing = op.receive.op.buffer ? static_cast<std::byte*>(op.receive.op.buffer) : &nowhere;
+        op.parts[0].landing = static_cast<std::byte*>(op.receive.op.buffer);
         return true;
     }
     // Too long: the receive fails, the sender never knows.
@@ -170,7 +172,7 @@ void World::land(Op& op, bool first) {
 }
 
 void World::check_source(const Op& op) {
-    if (checksum_of(op.source, op.view.nbytes) != op.checksum)
+    if (checksum_of(op.parts) != op.checksum)
         misused(nics[op.view.src],
                 "the source of operation " + std::to_string(op.view.id) + " changed before its completion");
 }
@@ -178,16 +180,23 @@ void World::check_source(const Op& op) {
 void World::copy(Op& op, std::uint64_t begin, std::uint64_t end) {
     if (begin == end) return;
     if (op.view.kind == OpKind::kRead) {
-        std::memmove(op.local + begin, op.landing + begin, end - begin);
+        std::memmove(op.local + begin, op.parts[0].landing + begin, end - begin);
         return;
     }
-    const std::byte* from = op.on_wire ? op.wire.data() : op.source;
-    std::memmove(op.landing + begin, from + begin, end - begin);
+    std::uint64_t start = 0;  // of the part within the payload
+    for (const auto& part : op.parts) {
+        const auto from = std::max(begin, start), to = std::min(end, start + part.nbytes);
+        if (from < to) {
+            const std::byte* source = op.on_wire ? op.wire.data() + from : part.source + (from - start);
+            std::memmove(part.landing + (from - start), source, to - from);
+        }
+        start += part.nbytes;
+    }
 }
 
 void World::take_onto_wire(Op& op) {
     if (op.on_wire || op.step > Step::kLandLast) return;
-    op.wire.assign(op.source, op.source + op.view.nbytes);
+    for (const auto& part : op.parts) op.wire.insert(op.wire.end(), part.source, part.source + part.nbytes);
     op.on_wire = true;
     check_source(op);
 }

@@ -3,6 +3,7 @@
 // Threads:  every function here is called with `mutex` held.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -72,13 +73,29 @@ struct Track {
     bool ruled = false;  // the rules have been asked about the coming step
 };
 
+// A run of an operation's bytes on both sides. Reads and messages have one.
+struct Part {
+    const std::byte* source = nullptr;
+    std::uint64_t nbytes = 0;
+    std::uint64_t dst_address = 0;
+    std::uint64_t rkey = 0;
+    std::uint64_t local_mr = 0;    // id, 0: none
+    std::byte* landing = nullptr;  // the target's side, once accepted
+    std::uint64_t mr = 0;          // the target's registration, 0 where nobody checks
+};
+
 struct Op {
     OpView view{};
-    const std::byte* source = nullptr;
+    std::vector<Part> parts;
     std::byte* local = nullptr;  // of a read: where the data goes
-    std::uint64_t local_mr = 0;  // id, 0: none
-    std::uint64_t rkey = 0;
     OpContext* context = nullptr;
+
+    bool uses_local_mr(std::uint64_t id) const {
+        return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.local_mr == id; });
+    }
+    bool uses_mr(std::uint64_t id) const {
+        return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.mr == id; });
+    }
 
     Step step = Step::kLeave;  // the coming one, towards the target
     Track target{}, back{};
@@ -94,10 +111,9 @@ struct Op {
     bool as_receive = false;
     OpError error{};
 
-    std::byte* landing = nullptr;  // the target's side of the payload, once accepted
-    std::uint64_t mr = 0;          // the target's registration, 0 where nobody checks
-    Receive receive{};             // of an accepted message
-    std::uint64_t split = 0;       // bytes of the part that lies first in memory
+    bool accepted = false;    // by the target
+    Receive receive{};        // of an accepted message
+    std::uint64_t split = 0;  // of the payload so many bytes land together, and then the rest, or the other way round
     bool back_to_front = false;
     std::uint64_t checksum = 0;   // of the payload when it was posted
     std::vector<std::byte> wire;  // the payload, where the source may change before it lands
@@ -134,6 +150,7 @@ struct World {
     void run_to_source(Op& op);
     void arrive(Op& op);
     bool accept_remote(Op& op);
+    bool accept_part(Op& op, Part& part);
     bool accept_message(Op& op);
     void land(Op& op, bool first);
     void copy(Op& op, std::uint64_t begin, std::uint64_t end);
@@ -168,9 +185,11 @@ struct World {
 };
 
 // FNV-1a; only has to notice that a source changed.
-inline std::uint64_t checksum_of(const std::byte* data, std::uint64_t nbytes) {
+inline std::uint64_t checksum_of(const std::vector<Part>& parts) {
     std::uint64_t hash = 0xcbf29ce484222325u;
-    for (std::uint64_t i = 0; i < nbytes; ++i) hash = (hash ^ static_cast<std::uint64_t>(data[i])) * 0x100000001b3u;
+    for (const auto& part : parts)
+        for (std::uint64_t i = 0; i < part.nbytes; ++i)
+            hash = (hash ^ static_cast<std::uint64_t>(part.source[i])) * 0x100000001b3u;
     return hash;
 }
 

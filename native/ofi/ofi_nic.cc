@@ -329,24 +329,54 @@ PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
     return PostResult::kFailed;
 }
 
+// A write's places on both sides, as libfabric wants them: parts that continue each other are one.
+struct Places {
+    explicit Places(std::span<const WritePart> parts) {
+        for (const auto& part : parts) {
+            auto* src = const_cast<void*>(part.src);
+            if (num_local > 0 && local_end() == src && descs[num_local - 1] == part.local_desc) {
+                local[num_local - 1].iov_len += part.nbytes;
+            } else {
+                descs[num_local] = part.local_desc;
+                local[num_local++] = {src, part.nbytes};
+            }
+            auto* last = num_remote > 0 ? &remote[num_remote - 1] : nullptr;
+            if (last && last->addr + last->len == part.dst && last->key == part.rkey)
+                last->len += part.nbytes;
+            else
+                remote[num_remote++] = {part.dst, part.nbytes, part.rkey};
+        }
+    }
+    const void* local_end() const {
+        return static_cast<const std::byte*>(local[num_local - 1].iov_base) + local[num_local - 1].iov_len;
+    }
+
+    std::array<iovec, kMaxParts> local;
+    std::array<void*, kMaxParts> descs;
+    std::array<fi_rma_iov, kMaxParts> remote;
+    std::size_t num_local = 0, num_remote = 0;
+};
+
 PostResult OfiNic::post_write(const WriteOp& op) {
     // verbs;ofi_rxm takes it and fails later, with the connection.
-    if (op.nbytes > facts_.max_msg_bytes) return post("write", op.peer, [] { return -FI_EMSGSIZE; });
-    if (op.delivered) {
-        const iovec local{const_cast<void*>(op.src), op.nbytes};
-        const fi_rma_iov remote{op.dst, op.nbytes, op.rkey};
-        void* desc = op.local_desc;
-        fi_msg_rma message{&local, &desc, 1, op.peer, &remote, 1, op.context, op.imm};
-        const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | (op.has_imm ? FI_REMOTE_CQ_DATA : 0);
+    if (op.nbytes() > facts_.max_msg_bytes) return post("write", op.peer, [] { return -FI_EMSGSIZE; });
+    const auto& part = op.parts.front();
+    if (op.delivered || op.parts.size() > 1) {
+        Places places(op.parts);
+        const fi_msg_rma message{places.local.data(),  places.descs.data(), places.num_local, op.peer,
+                                 places.remote.data(), places.num_remote,   op.context,       op.imm};
+        const std::uint64_t flags =
+            FI_COMPLETION | (op.delivered ? FI_DELIVERY_COMPLETE : 0) | (op.has_imm ? FI_REMOTE_CQ_DATA : 0);
         return post("write", op.peer, [&] { return fi_writemsg(endpoint_.get(), &message, flags); });
     }
     if (op.has_imm)
         return post("write", op.peer, [&] {
-            return fi_writedata(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.imm, op.peer, op.dst, op.rkey,
-                                op.context);
+            return fi_writedata(endpoint_.get(), part.src, part.nbytes, part.local_desc, op.imm, op.peer, part.dst,
+                                part.rkey, op.context);
         });
     return post("write", op.peer, [&] {
-        return fi_write(endpoint_.get(), op.src, op.nbytes, op.local_desc, op.peer, op.dst, op.rkey, op.context);
+        return fi_write(endpoint_.get(), part.src, part.nbytes, part.local_desc, op.peer, part.dst, part.rkey,
+                        op.context);
     });
 }
 

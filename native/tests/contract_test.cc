@@ -86,6 +86,71 @@ TEST_P(Traffic, delivered_write_ends_when_its_data_is_in_place) {
     EXPECT_EQ(early, 0u);
 }
 
+// One operation, many places: its immediate tells of all of them. Some parts continue each other on one side.
+TEST_P(Traffic, parts_of_a_write_are_all_in_place_when_its_immediate_is_seen) {
+    constexpr std::size_t kPart = 4096, kParts = 4, kWrites = 24, kPages = kParts * kWrites;
+    auto pair = make_pair(2 * kPages * kPart);
+    auto &a = *pair->a, &b = *pair->b;
+    b.keep_receives(16, 0);
+    const auto places = std::min({kParts, info_.iov_limit, info_.rma_iov_limit});
+    record("places", std::to_string(info_.iov_limit) + "/" + std::to_string(info_.rma_iov_limit));
+    const std::size_t sizes[] = {1, 64, 1000, kPart};
+    for (std::size_t i = 0; i < kPages; ++i) write_stamp(a.memory.subspan(2 * i * kPart, kPart), i);
+    std::size_t wrong = 0;
+    b.on_imm = [&](std::uint32_t write) {
+        for (std::size_t i = write * places; i < (write + 1) * places; ++i)
+            wrong += !has_stamp(b.memory.subspan(2 * (kPages - 1 - i) * kPart, sizes[i % 4]), i);
+    };
+    std::vector<Posted*> ops;
+    for (std::uint32_t write = 0; write < kWrites; ++write) {
+        std::vector<End::Part> parts;
+        for (std::size_t i = write * places; i < (write + 1) * places; ++i)
+            parts.push_back({2 * i * kPart, sizes[i % 4], b.remote().base + 2 * (kPages - 1 - i) * kPart});
+        Posted* op = nullptr;
+        ASSERT_TRUE(pair->drive([&] {
+            op = a.try_write_parts(parts, b.remote().rkey, write);
+            return op || a.last_result == PostResult::kFailed;
+        }));
+        ASSERT_TRUE(op) << a.nic->last_post_error().text;
+        ops.push_back(op);
+    }
+    ASSERT_TRUE(pair->drive([&] { return b.imms.size() == kWrites && a.num_sent == kWrites; }, patience(20'000)));
+    EXPECT_EQ(wrong, 0u);
+    for (std::size_t i = 0; i < places * kWrites; ++i)
+        EXPECT_TRUE(all_equal(b.memory.subspan((2 * (kPages - 1 - i)) * kPart + sizes[i % 4], kPart), std::byte{0}));
+}
+
+// Sources apart, one place at the target; the other way round; and where the provider takes one place only, one.
+TEST_P(Traffic, parts_that_continue_each_other_are_one_place) {
+    auto pair = make_pair();
+    auto &a = *pair->a, &b = *pair->b;
+    b.keep_receives(8, 0);
+    for (std::size_t i = 0; i < a.memory.size(); ++i) a.memory[i] = static_cast<std::byte>(i * 7);
+    const auto base = b.remote().base;
+    const std::vector<std::vector<End::Part>> writes = {
+        {{0, 100, base}, {100, 100, base + 100}, {200, 56, base + 200}},
+        info_.iov_limit < 3 ? std::vector<End::Part>{{0, 100, base}}
+                            : std::vector<End::Part>{{0, 100, base}, {500, 100, base + 100}, {900, 56, base + 200}},
+        info_.rma_iov_limit < 3 ? std::vector<End::Part>{{0, 100, base}}
+                                : std::vector<End::Part>{{0, 100, base}, {100, 100, base + 900}, {200, 56, base + 500}},
+    };
+    for (std::size_t n = 0; n < writes.size(); ++n) {
+        b.fill(std::byte{0});
+        auto* op = a.try_write_parts(writes[n], b.remote().rkey, 5u);
+        pair->drive([&] {
+            if (!op && a.last_result == PostResult::kAgain) op = a.try_write_parts(writes[n], b.remote().rkey, 5u);
+            return op && b.imms.size() == n + 1 && op->num_ends == 1;
+        });
+        ASSERT_TRUE(op) << a.nic->last_post_error().text;
+        EXPECT_FALSE(op->error);
+        for (const auto& part : writes[n])
+            EXPECT_TRUE(std::equal(b.memory.begin() + static_cast<std::ptrdiff_t>(part.dst - base),
+                                   b.memory.begin() + static_cast<std::ptrdiff_t>(part.dst - base + part.nbytes),
+                                   a.memory.begin() + static_cast<std::ptrdiff_t>(part.src_offset)))
+                << n;
+    }
+}
+
 TEST_P(Traffic, write_without_bytes_delivers_its_immediate) {
     auto pair = make_pair();
     auto &a = *pair->a, &b = *pair->b;

@@ -62,6 +62,8 @@ class Traffic {
         const auto others = c.rails.size() - 1;
         const auto half = others * kLanesPerPair * kLaneBytes;  // of each memory: what it sends, what it gets
         NodeShape shape{.profile = c.profile, .memory_bytes = 2 * half};
+        shape.profile.iov_limit = 1 + below(4);
+        shape.profile.rma_iov_limit = 1 + below(4);
         shape.options.max_registration_bytes = c.max_registration_bytes;
         // Where the target's thread moves the data, each of its naps would hold up every operation.
         shape.options.spin = !c.profile.offloaded;

@@ -191,16 +191,16 @@ TEST(Fake, misuse_is_written_down) {
     const auto rule = fabric.add_rule({.step = Step::kLandLast, .action = Action::kHold});
     auto* op = a.try_write(0, 64, b.remote().base, b.remote().rkey, 1u);
     ASSERT_TRUE(op);
-    const WriteOp again{a.memory.data(), a.mr->local_desc(), 8, a.peer, b.remote().base, b.remote().rkey, false, 0,
-                        &op->context};
+    WritePart part{a.memory.data(), a.mr->local_desc(), 8, b.remote().base, b.remote().rkey};
+    const WriteOp again{{&part, 1}, a.peer, false, 0, &op->context};
     EXPECT_EQ(a.nic->post_write(again), PostResult::kFailed);
     EXPECT_EQ(num(), 1u) << "a context in use";
     a.memory[3] = std::byte{1};
     fabric.release(rule);
     ASSERT_TRUE(pair.drive([&] { return b.imms.size() == 1 && op->num_ends == 1; }));
     EXPECT_EQ(num(), 2u) << "a source that changed";
-    EXPECT_FALSE(a.nic->post_write({a.memory.data(), nullptr, 8, a.peer, b.remote().base, b.remote().rkey, false, 0,
-                                    &op->context}) == PostResult::kOk);
+    part.local_desc = nullptr;
+    EXPECT_FALSE(a.nic->post_write(again) == PostResult::kOk);
     EXPECT_EQ(num(), 3u) << "no local descriptor";
     a.nic->remove_peer(77);
     EXPECT_EQ(num(), 4u) << "an unknown peer";

@@ -37,9 +37,16 @@ Posted* End::accept(PostResult result) {
 
 Posted* End::try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst, std::uint64_t rkey,
                        std::optional<std::uint32_t> imm, bool delivered) {
+    return try_write_parts({{{src_offset, nbytes, dst}}}, rkey, imm, delivered);
+}
+
+Posted* End::try_write_parts(const std::vector<Part>& parts, std::uint64_t rkey, std::optional<std::uint32_t> imm,
+                             bool delivered) {
     posted.emplace_back();
-    return accept(nic->post_write({memory.data() + src_offset, mr->local_desc(), nbytes, peer, dst, rkey,
-                                   imm.has_value(), imm.value_or(0), &posted.back().context, delivered}));
+    std::vector<WritePart> list;
+    for (const auto& part : parts)
+        list.push_back({memory.data() + part.src_offset, mr->local_desc(), part.nbytes, part.dst, rkey});
+    return accept(nic->post_write({list, peer, imm.has_value(), imm.value_or(0), &posted.back().context, delivered}));
 }
 
 Posted* End::try_read(std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src, std::uint64_t rkey) {

@@ -47,6 +47,11 @@ class End {
     // One attempt. Null when the queue is full or the post failed; then last_result says which.
     Posted* try_write(std::uint64_t src_offset, std::uint64_t nbytes, std::uint64_t dst, std::uint64_t rkey,
                       std::optional<std::uint32_t> imm, bool delivered = false);
+    struct Part {
+        std::uint64_t src_offset, nbytes, dst;
+    };
+    Posted* try_write_parts(const std::vector<Part>& parts, std::uint64_t rkey, std::optional<std::uint32_t> imm,
+                            bool delivered = false);
     Posted* try_read(std::uint64_t dst_offset, std::uint64_t nbytes, std::uint64_t src, std::uint64_t rkey);
     Posted* try_send(std::uint64_t src_offset, std::uint64_t nbytes);
     Posted* post_recv(std::uint64_t nbytes);  // with a buffer of its own

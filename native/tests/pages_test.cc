@@ -86,6 +86,34 @@ std::vector<Fragment> fragments_of(std::span<const PagePiece> pieces) {
     return fragments;
 }
 
+void check_runs(const PlannedWrite& w, const WriteLimits& limits) {
+    ASSERT_GE(w.num_runs, 1u);
+    ASSERT_LE(w.num_runs, kMaxParts);
+    const auto &src = w.piece->src->segments, &dst = w.piece->dst->segments;
+    std::uint64_t nbytes = 0;
+    std::size_t sources = 1, targets = 1;
+    for (std::size_t i = 0; i < w.num_runs; ++i) {
+        const auto& run = w.runs[i];
+        nbytes += run.nbytes;
+        ASSERT_GT(run.nbytes, 0u);
+        ASSERT_LE(run.nbytes, src.room_at(run.src_offset)) << "crosses a border of the source";
+        ASSERT_LE(run.nbytes, dst.room_at(run.dst_offset)) << "crosses a border of the destination";
+        if (i == 0) continue;
+        const auto& before = w.runs[i - 1];
+        sources += before.src_offset + before.nbytes != run.src_offset ||
+                   src.index_of(before.src_offset) != src.index_of(run.src_offset);
+        targets += before.dst_offset + before.nbytes != run.dst_offset ||
+                   dst.index_of(before.dst_offset) != dst.index_of(run.dst_offset);
+        ASSERT_TRUE(sources > 1 || targets > 1) << "two runs where one would do";
+    }
+    if (w.num_runs > 1) {
+        ASSERT_LE(w.nbytes, limits.max_gather_bytes);
+    }
+    ASSERT_EQ(nbytes, w.nbytes);
+    ASSERT_LE(sources, limits.max_src_runs);
+    ASSERT_LE(targets, limits.max_dst_runs);
+}
+
 // Walks writes and fragments side by side: the writes must be the fragments, cut and joined, in the same order.
 void check_against_oracle(std::span<const PagePiece> pieces, WriteLimits limits) {
     const auto fragments = fragments_of(pieces);
@@ -99,26 +127,27 @@ void check_against_oracle(std::span<const PagePiece> pieces, WriteLimits limits)
         ASSERT_GT(w.nbytes, 0u);
         ASSERT_LE(w.nbytes, limits.max_bytes);
         ASSERT_LE(w.units, limits.max_units);
-        ASSERT_LE(w.nbytes, w.piece->src->segments.room_at(w.src_offset)) << "crosses a border of the source";
-        ASSERT_LE(w.nbytes, w.piece->dst->segments.room_at(w.dst_offset)) << "crosses a border of the destination";
+        check_runs(w, limits);
         ASSERT_EQ(w.after_plain, after_plain && w.units > 0) << "must wait for the parts that it answers for";
         if (!after_plain) block_begin = within;
         ASSERT_EQ(block_begin % limits.unit_bytes, 0u) << "cut inside a unit";
         std::uint64_t units = 0;
-        for (std::uint64_t done = 0; done < w.nbytes;) {
-            ASSERT_LT(at, fragments.size()) << "more bytes than there are";
-            const auto& f = fragments[at];
-            ASSERT_EQ(w.piece, f.piece);
-            ASSERT_EQ(w.src_offset + done, f.src + within);
-            ASSERT_EQ(w.dst_offset + done, f.dst + within);
-            const auto part = std::min(w.nbytes - done, f.nbytes - within);
-            done += part;
-            within += part;
-            units += ceil_units(within - block_begin);
-            if (within == f.nbytes) {
-                ++at;
-                within = 0;
-                block_begin = 0;
+        for (std::size_t i = 0; i < w.num_runs; ++i) {
+            for (std::uint64_t done = 0; done < w.runs[i].nbytes;) {
+                ASSERT_LT(at, fragments.size()) << "more bytes than there are";
+                const auto& f = fragments[at];
+                ASSERT_EQ(w.piece, f.piece);
+                ASSERT_EQ(w.runs[i].src_offset + done, f.src + within);
+                ASSERT_EQ(w.runs[i].dst_offset + done, f.dst + within);
+                const auto part = std::min(w.runs[i].nbytes - done, f.nbytes - within);
+                done += part;
+                within += part;
+                units += ceil_units(within - block_begin);
+                if (within == f.nbytes) {
+                    ++at;
+                    within = 0;
+                    block_begin = 0;
+                }
             }
         }
         after_plain = w.units == 0;
@@ -139,8 +168,8 @@ void check_against_oracle(std::span<const PagePiece> pieces, WriteLimits limits)
 TEST(Pages, neighbours_on_both_sides_become_one_write) {
     const auto writes = plan(piece_of(4096, {3, 4, 5, 9, 10, 6}, {7, 8, 9, 10, 11, 0}), kPlain);
     ASSERT_EQ(writes.size(), 3u);
-    EXPECT_EQ(writes[0].src_offset, 3u * 4096);
-    EXPECT_EQ(writes[0].dst_offset, 7u * 4096);
+    EXPECT_EQ(writes[0].runs[0].src_offset, 3u * 4096);
+    EXPECT_EQ(writes[0].runs[0].dst_offset, 7u * 4096);
     EXPECT_EQ(writes[0].nbytes, 3u * 4096);
     EXPECT_EQ(writes[1].nbytes, 2u * 4096);
     EXPECT_EQ(writes[2].nbytes, 1u * 4096);
@@ -245,8 +274,8 @@ TEST(Pages, offsets_are_64_bit) {
     EXPECT_EQ(refusal(piece), "accepted");
     const auto writes = plan(piece, kPlain);
     ASSERT_EQ(writes.size(), 1u);
-    EXPECT_EQ(writes[0].src_offset, (std::uint64_t{7} << 32) + std::uint64_t{3'000'000} * 4096);
-    EXPECT_EQ(writes[0].dst_offset, std::uint64_t{5'000'000'000} * 4096);
+    EXPECT_EQ(writes[0].runs[0].src_offset, (std::uint64_t{7} << 32) + std::uint64_t{3'000'000} * 4096);
+    EXPECT_EQ(writes[0].runs[0].dst_offset, std::uint64_t{5'000'000'000} * 4096);
     check_against_oracle({&piece, 1}, {1000, 100, 1023});
 }
 
@@ -310,6 +339,14 @@ class RandomPages : public ::testing::Test {
     }
 
     WriteLimits limits() {
+        auto limits = sizes_and_units();
+        limits.max_src_runs = 1 + below(kMaxParts);
+        limits.max_dst_runs = 1 + below(kMaxParts);
+        limits.max_gather_bytes = below(2) ? limits.max_bytes : below(limits.max_bytes);
+        return limits;
+    }
+
+    WriteLimits sizes_and_units() {
         const auto unit = below(4) ? size() : 1;
         // The smallest limits only where they do not make thousands of writes of every page.
         if (unit < 256) return {unit + 500 + below(30'000), unit, 1023};
@@ -348,6 +385,39 @@ TEST_F(RandomPages, what_the_bounds_accept_stays_inside_and_what_they_refuse_doe
         ASSERT_EQ(refusal(p) == "accepted", fits);
     }
     EXPECT_GT(num_accepted, 100);
+}
+
+// -- gathering
+// ---------------------------------------------------------------------------------------------------------
+
+constexpr WriteLimits kGather{1 << 20, 4096, 1023, 4, 4, 1 << 16};
+
+TEST(Pages, scattered_pages_share_a_write) {
+    const auto writes = plan(piece_of(4096, {9, 7, 5, 3, 1}, {0, 2, 4, 6, 8}), kGather);
+    ASSERT_EQ(writes.size(), 2u);
+    EXPECT_EQ(writes[0].num_runs, 4u);
+    EXPECT_EQ(writes[0].units, 4u);
+    EXPECT_EQ(writes[0].num_pages, 4u);
+    EXPECT_EQ(writes[1].first_page, 4u);
+}
+
+TEST(Pages, neighbours_on_one_side_are_one_place_there) {
+    auto limits = kGather;
+    limits.max_dst_runs = 1;
+    const auto writes = plan(piece_of(4096, {9, 7, 5, 3, 1}, {0, 1, 2, 4, 5}), limits);
+    ASSERT_EQ(writes.size(), 2u);
+    EXPECT_EQ(writes[0].num_runs, 3u);
+    EXPECT_EQ(writes[1].num_runs, 2u);
+}
+
+TEST(Pages, large_pages_are_not_gathered) {
+    EXPECT_EQ(plan(piece_of(1 << 15, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 2u);
+    EXPECT_EQ(plan(piece_of((1 << 15) + 1, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 4u);
+}
+
+TEST(Pages, pieces_are_not_gathered) {
+    const std::vector pieces{piece_of(64, {1, 3}, {1, 3}), piece_of(64, {1, 3}, {1, 3})};
+    EXPECT_EQ(plan(pieces, kGather).size(), 2u);
 }
 
 // -- refusals

@@ -56,17 +56,16 @@ class Client final : public RemoteNic {
     }
     void remove_peer(PeerAddress peer) override { call({.ask = Ask::kRemove, .peer = peer}); }
     PostResult post_write(const WriteOp& op) override {
-        return post({.ask = Ask::kWrite,
-                     .offset = offset(op.src),
-                     .nbytes = op.nbytes,
-                     .desc = number(op.local_desc),
-                     .peer = op.peer,
-                     .dst = op.dst,
-                     .rkey = op.rkey,
-                     .context = number(op.context),
-                     .has_imm = op.has_imm,
-                     .delivered = op.delivered,
-                     .imm = op.imm});
+        Request request{.ask = Ask::kWrite,
+                        .peer = op.peer,
+                        .context = number(op.context),
+                        .has_imm = op.has_imm,
+                        .delivered = op.delivered,
+                        .imm = op.imm};
+        for (const auto& part : op.parts)
+            request.parts[request.num_parts++] = {offset(part.src), number(part.local_desc), part.nbytes, part.dst,
+                                                  part.rkey};
+        return post(request);
     }
     PostResult post_read(const ReadOp& op) override {
         return post({.ask = Ask::kRead,
@@ -156,8 +155,8 @@ Client::Client(const std::string& provider, const std::string& nic, const Arena&
                  .tx_depth = reply.tx_depth,
                  .rx_depth = reply.rx_depth,
                  .cq_data_bytes = reply.cq_data_bytes,
-                 .iov_limit = 1,
-                 .rma_iov_limit = 1,
+                 .iov_limit = reply.iov_limit,
+                 .rma_iov_limit = reply.rma_iov_limit,
                  .link_bps = 0,
                  .virtual_addresses = reply.virtual_addresses,
                  .provider_keys = reply.provider_keys,

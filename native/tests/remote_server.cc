@@ -45,6 +45,8 @@ class Server {
         return context ? reinterpret_cast<Context*>(context)->theirs : 0;
     }
     void hello(Reply& reply);
+    void posted(PostResult result, Reply& reply);
+    void write(const Request& request, Reply& reply);
 
     Arena& arena_;
     std::unique_ptr<Nic> nic_;
@@ -68,6 +70,8 @@ void Server::hello(Reply& reply) {
     reply.tx_depth = info.tx_depth;
     reply.rx_depth = info.rx_depth;
     reply.cq_data_bytes = info.cq_data_bytes;
+    reply.iov_limit = info.iov_limit;
+    reply.rma_iov_limit = info.rma_iov_limit;
     reply.virtual_addresses = info.virtual_addresses;
     reply.provider_keys = info.provider_keys;
     reply.local_mr = info.local_mr;
@@ -79,13 +83,27 @@ void Server::hello(Reply& reply) {
     std::memcpy(reply.bytes, address.data(), reply.num_bytes);
 }
 
+void Server::posted(PostResult result, Reply& reply) {
+    reply.result = static_cast<int>(result);
+    if (result == PostResult::kFailed) describe(reply, nic_->last_post_error());
+}
+
+void Server::write(const Request& request, Reply& reply) {
+    std::vector<WritePart> parts;
+    for (std::size_t i = 0; i < request.num_parts; ++i) {
+        const auto& part = request.parts[i];
+        parts.push_back(
+            {arena_.base() + part.offset, reinterpret_cast<void*>(part.desc), part.nbytes, part.dst, part.rkey});
+    }
+    posted(
+        nic_->post_write({parts, request.peer, request.has_imm, request.imm, ours(request.context), request.delivered}),
+        reply);
+}
+
 void Server::answer(const Request& request, Reply& reply) {
     auto* memory = arena_.base() + request.offset;
     auto* desc = reinterpret_cast<void*>(request.desc);
-    auto posted = [&](PostResult result) {
-        reply.result = static_cast<int>(result);
-        if (result == PostResult::kFailed) describe(reply, nic_->last_post_error());
-    };
+    const auto posted = [&](PostResult result) { this->posted(result, reply); };
     switch (request.ask) {
         case Ask::kHello:
             return hello(reply);
@@ -107,8 +125,7 @@ void Server::answer(const Request& request, Reply& reply) {
         case Ask::kRemove:
             return nic_->remove_peer(request.peer);
         case Ask::kWrite:
-            return posted(nic_->post_write({memory, desc, request.nbytes, request.peer, request.dst, request.rkey,
-                                            request.has_imm, request.imm, ours(request.context), request.delivered}));
+            return write(request, reply);
         case Ask::kRead:
             return posted(nic_->post_read(
                 {memory, desc, request.nbytes, request.peer, request.dst, request.rkey, ours(request.context)}));

@@ -37,6 +37,11 @@ struct Request {
     bool has_imm = false, delivered = false;
     std::uint32_t imm = 0;
     std::byte bytes[256]{};
+    struct Part {
+        std::uint64_t offset, desc, nbytes, dst, rkey;
+    };
+    Part parts[kMaxParts]{};  // of a write
+    std::size_t num_parts = 0;
 };
 
 struct Reply {
@@ -48,7 +53,7 @@ struct Reply {
     Text op{}, provider{}, domain{}, text{};
     std::size_t num_bytes = 0;
     std::byte bytes[256]{};
-    std::uint64_t max_msg_bytes = 0, tx_depth = 0, rx_depth = 0, cq_data_bytes = 0;
+    std::uint64_t max_msg_bytes = 0, tx_depth = 0, rx_depth = 0, cq_data_bytes = 0, iov_limit = 0, rma_iov_limit = 0;
     bool virtual_addresses = false, provider_keys = false, local_mr = false, endpoint_mr = false,
          ordered_writes = false, imm_uses_recv = false, inbound = false;
 };

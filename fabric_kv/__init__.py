@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .config import EngineOptions as EngineOptions
     from .engine import Engine as Engine
     from .errors import *  # noqa: F403
+    from .prepared import Prepared as Prepared
+    from .prepared import PreparedPiece as PreparedPiece
+    from .prepared import Watch as Watch
     from .regions import CounterToken as CounterToken
     from .regions import RemoteRegion as RemoteRegion
     from .sharding import CacheSpec as CacheSpec
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from .sharding import TransferPlan as TransferPlan
     from .sharding import layout_from_config as layout_from_config
     from .sharding import plan_transfer as plan_transfer
+    from .submission import PageList as PageList
     from .transfers import Counter as Counter
     from .transfers import MemoryRegion as MemoryRegion
     from .transfers import PagePiece as PagePiece
@@ -43,13 +47,17 @@ _HOME = {
     "EngineOptions": "config",
     "KVLayout": "sharding",
     "MemoryRegion": "transfers",
+    "PageList": "submission",
     "PagePiece": "transfers",
     "Placement": "sharding",
+    "Prepared": "prepared",
+    "PreparedPiece": "prepared",
     "RankMemory": "sharding",
     "RemoteRegion": "regions",
     "SourcePicker": "sharding",
     "Transfer": "transfers",
     "TransferPlan": "sharding",
+    "Watch": "prepared",
     "layout_from_config": "sharding",
     "plan_transfer": "sharding",
 }

@@ -1,8 +1,9 @@
 """The C++ core, as native/bindings/module.cc exports it; scripts/check compares the two (mypy's stubtest)."""
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, final
 
-from numpy import int64
+from numpy import integer
 from numpy.typing import NDArray
 
 NUM_USER_BITS: Final[int]
@@ -10,9 +11,10 @@ MAX_SLOT: Final[int]
 
 # (slot, generation, unit_bytes); unit_bytes 0: no counter
 _Token: TypeAlias = tuple[int, int, int]
-# (src, src_offset, src_stride, dst, dst_offset, dst_stride, nbytes, src_pages, dst_pages, rows, src_row_stride,
-# dst_row_stride)
-_Piece: TypeAlias = tuple[Region, int, int, RemoteRegion, int, int, int, NDArray[int64], NDArray[int64], int, int, int]
+# (src, src_offset, src_stride, dst, dst_offset, dst_stride, nbytes, rows, src_row_stride, dst_row_stride, layer, index
+# into the submission's page lists)
+_Piece: TypeAlias = tuple[Region, int, int, RemoteRegion, int, int, int, int, int, int, int, int]
+_PageLists: TypeAlias = list[tuple[PageList, PageList]]  # source, destination
 
 @final
 class Region:
@@ -32,6 +34,21 @@ class Peer:
     def describe(self) -> dict[str, int]: ...
 
 @final
+class PageList:
+    def __init__(self, array: NDArray[integer[Any]]) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class Watch:
+    def __init__(self, address: int) -> None: ...
+    @property
+    def word(self) -> int: ...
+
+@final
+class Prepared:
+    def __init__(self, peer: Peer, pieces: list[_Piece]) -> None: ...
+
+@final
 class Transfer:
     @property
     def id(self) -> int: ...
@@ -46,8 +63,21 @@ class Engine:
     def remove_peer(self, peer: Peer) -> None: ...
     # deadline_s 0: none
     def submit_pages(
-        self, read: bool, submissions: list[tuple[Peer, list[_Piece], _Token]], deadline_s: float
+        self,
+        read: bool,
+        submissions: Sequence[tuple[Peer, list[_Piece], _PageLists, _Token, Watch | None, int]],
+        deadline_s: float,
     ) -> list[Transfer]: ...
+    def submit_prepared(
+        self,
+        prepared: Prepared,
+        lists: _PageLists,
+        token: _Token,
+        deadline_s: float,
+        watch: Watch | None,
+        step: int,
+    ) -> Transfer: ...
+    def set_watch(self, watch: Watch, step: int, layers: int) -> None: ...
     # (peer, any region of it, token, units, user value); without a token the user value is what arrives
     def submit_signals(
         self, signals: list[tuple[Peer, RemoteRegion, _Token, int, int]], group: int

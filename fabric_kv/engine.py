@@ -19,16 +19,19 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .buffers import locate
 from .config import EngineOptions
 from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
+from .futures import Completion
+from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, RemoteRegion
-from .submission import check_token, encode_pieces
+from .submission import PageList, check_deadline, check_token, encode_pieces
 from .transfers import Counter, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from . import _native
@@ -55,6 +58,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def _abandon_in_child() -> None:
     # Threads and NICs are the parent's: closing them here would wait for ever, or close them over there.
+    Completion.abandon_lock()
     for engine in _engines:
         engine._finalizer.detach()
         engine._dispatcher.abandon()
@@ -72,11 +76,6 @@ def _load_native() -> ModuleType:
             "(needs libfabric's headers: apt-get install libfabric-dev)"
         ) from error
     return _native
-
-
-def _check_deadline(deadline_s: float | None) -> None:
-    if deadline_s is not None and not 0 < deadline_s <= 86400:
-        raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
 
 
 class Engine:
@@ -315,8 +314,8 @@ class Engine:
         peer: Peer,
         src: MemoryRegion,
         dst: RemoteRegion,
-        src_pages: Sequence[int] | NDArray[np.integer[Any]],
-        dst_pages: Sequence[int] | NDArray[np.integer[Any]],
+        src_pages: Sequence[int] | NDArray[np.integer[Any]] | PageList,
+        dst_pages: Sequence[int] | NDArray[np.integer[Any]] | PageList,
         *,
         page_bytes: int,
         src_stride: int | None = None,
@@ -360,6 +359,8 @@ class Engine:
         *,
         token: CounterToken | None = None,
         deadline_s: float | None = None,
+        watch: Watch | None = None,
+        step: int = 0,
     ) -> Transfer:
         """Write any number of paged pieces to one peer; their source regions belong to one device group.
 
@@ -371,6 +372,9 @@ class Engine:
         deadline_s : float, optional
             Seconds from now after which nothing more is posted. The transfer then ends in TransferTimeoutError, once
             what was posted is retired; see :class:`Transfer`.
+        watch : Watch, optional
+            Each piece waits until its ``layer`` layers of ``step`` are done; pieces are in the order of their layers.
+        step : int
 
         Raises
         ------
@@ -382,7 +386,7 @@ class Engine:
         ClosedError
             If the engine is closed or the peer was removed.
         """
-        return self.scatter([(peer, pieces, token)], deadline_s=deadline_s)[0]
+        return self._submit_writes([(peer, pieces, token)], deadline_s, watch, step)[0]
 
     def scatter(
         self,
@@ -397,13 +401,35 @@ class Engine:
         ConfigError, WouldBlockError, ClosedError
             As for :meth:`submit`; no part has been taken then.
         """
-        _check_deadline(deadline_s)
-        transfers, native = [], []
-        for peer, pieces, token in parts:
-            encoded, keep, nbytes = encode_pieces(self, pieces, token)
-            transfers.append(Transfer(self, peer, nbytes, keep, deadline_s))
-            native.append((peer._native, encoded, token.native() if token else _NO_TOKEN))
-        return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
+        return self._submit_writes(parts, deadline_s, None, 0)
+
+    def prepare(self, peer: Peer, pieces: Iterable[PreparedPiece]) -> Prepared:
+        """Work out a submission once, to post it many times with new page lists; see :mod:`fabric_kv.prepared`.
+
+        Raises
+        ------
+        ConfigError
+            If a region belongs to another engine, or a size is none.
+        """
+        return Prepared(self, peer, pieces)
+
+    def watch(self, word: NDArray[np.uint64] | None = None) -> Watch:
+        """A word that submissions may wait for, layer by layer; see :class:`fabric_kv.prepared.Watch`.
+
+        Parameters
+        ----------
+        word : uint64, shape (1,), optional
+            Memory that something else writes; by default the engine's own, for :meth:`Watch.set`.
+
+        Raises
+        ------
+        ConfigError
+            If it is of another type or shape.
+        """
+        array = np.zeros(1, np.uint64) if word is None else word
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (1,):
+            raise ConfigError("a watch's word must be a NumPy array of one uint64")
+        return Watch(self, array)
 
     def read(
         self,
@@ -598,15 +624,62 @@ class Engine:
         with self._dispatcher.lock:
             self._check_open()
             for transfer, native in zip(transfers, submit(), strict=True):
-                transfer._native = native
-                transfer._count_callback_error = self._dispatcher.count_callback_error
-                self._dispatcher.transfers[transfer.id] = transfer
+                self._enter(transfer, native)
         return transfers
 
+    def _enter(self, transfer: Transfer, native: _native.Transfer) -> None:
+        transfer._native = native
+        transfer._count_callback_error = self._dispatcher.count_callback_error
+        self._dispatcher.transfers[native.id] = transfer
+
+    def _submit_writes(
+        self,
+        parts: Iterable[tuple[Peer, Iterable[PagePiece], CounterToken | None]],
+        deadline_s: float | None,
+        watch: Watch | None,
+        step: int,
+    ) -> list[Transfer]:
+        check_deadline(deadline_s)
+        transfers, native = [], []
+        gate = None if watch is None else watch._native
+        for peer, pieces, token in parts:
+            encoded, lists, keep, nbytes = encode_pieces(self, pieces, token)
+            transfers.append(Transfer(self, peer, nbytes, (keep, watch), deadline_s))
+            native.append((peer._native, encoded, lists, token.native() if token else _NO_TOKEN, gate, step))
+        return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
+
+    def _submit_prepared(
+        self,
+        prepared: Prepared,
+        lists: _native._PageLists,
+        nbytes: int,
+        token: CounterToken | None,
+        deadline_s: float | None,
+        watch: Watch | None,
+        step: int,
+    ) -> Transfer:
+        transfer = Transfer(self, prepared.peer, nbytes, (prepared._keep, watch), deadline_s)
+        key = token.native() if token else _NO_TOKEN
+        gate = None if watch is None else watch._native
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            self._check_open()
+            native = self._native.submit_prepared(prepared._native, lists, key, deadline_s or 0.0, gate, step)
+            self._enter(transfer, native)
+        return transfer
+
+    def _new_watch(self, address: int) -> _native.Watch:
+        watch: _native.Watch = _load_native().Watch(address)
+        return watch
+
+    def _new_prepared(self, peer: Peer, pieces: list[_native._Piece]) -> _native.Prepared:
+        prepared: _native.Prepared = _load_native().Prepared(peer._native, pieces)
+        return prepared
+
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
-        _check_deadline(deadline_s)
-        encoded, keep, nbytes = encode_pieces(self, [piece], None)
-        native = [(peer._native, encoded, _NO_TOKEN)]
+        check_deadline(deadline_s)
+        encoded, lists, keep, nbytes = encode_pieces(self, [piece], None)
+        native = [(peer._native, encoded, lists, _NO_TOKEN, None, 0)]
         transfer = Transfer(self, peer, nbytes, keep, deadline_s)
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
 

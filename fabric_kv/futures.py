@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Callable, Generator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 __all__ = ["CALLBACK_ERRORS", "Completion"]
 
@@ -32,15 +33,23 @@ class Completion(Generic[T]):
     transfer, counter or request goes on.
     """
 
+    # One for all, held for moments: a lock for each would be a good part of what a transfer costs here. Reentrant, and
+    # nothing is allocated under it, since the garbage collector may end transfers anywhere.
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
     def __init__(self) -> None:
-        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # From here on nobody can cancel the future itself, for example by cancelling a task that awaits it.
-        self._future.set_running_or_notify_cancel()
+        self._outcome: tuple[T, None] | tuple[None, BaseException] | None = None
+        self._waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
         self._count_callback_error: Callable[[], object] | None = None
+
+    @staticmethod
+    def abandon_lock() -> None:
+        """In a forked child: whoever holds the lock is not there."""
+        Completion._lock = threading.RLock()
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
-        return self._future.done()
+        return self._outcome is not None
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the end and return its value.
@@ -58,19 +67,22 @@ class Completion(Generic[T]):
             What went wrong, if it did.
         """
         self._wait(timeout)
-        return self._future.result(0)
+        value, error = self._outcome or (None, None)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return what went wrong, or None."""
         self._wait(timeout)
-        return self._future.exception(0)
+        return self._outcome[1] if self._outcome else None
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Call ``fn(self)`` once it has ended; at once if it has already. What it raises is logged and counted."""
-        self._future.add_done_callback(lambda _: self._call(fn))
+        self._future().add_done_callback(lambda _: self._call(fn))
 
     def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.wrap_future(self._future).__await__()
+        return asyncio.wrap_future(self._future()).__await__()
 
     def _call(self, fn: Callable[[Self], object]) -> None:
         try:
@@ -80,11 +92,37 @@ class Completion(Generic[T]):
             if self._count_callback_error is not None:
                 self._count_callback_error()
 
+    def _future(self) -> concurrent.futures.Future[T]:
+        existing = self._waited_for
+        if existing is not None:
+            return existing
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # From here on nobody can cancel it, for example by cancelling a task that awaits it.
+        future.set_running_or_notify_cancel()
+        with Completion._lock:
+            existing, outcome = self._waited_for, self._outcome
+            if existing is None:
+                self._waited_for = future
+        if existing is not None:
+            return existing
+        if outcome is not None:
+            self._settle(future, *outcome)
+        return future
+
+    @staticmethod
+    def _settle(future: concurrent.futures.Future[Any], value: object, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
     def _wait(self, timeout: float | None) -> None:
+        if self._outcome is not None:
+            return
         try:
-            self._future.exception(timeout)
+            self._future().exception(timeout)
         except concurrent.futures.TimeoutError:
-            if not self._future.done():
+            if self._outcome is None:
                 raise self._timeout_error(timeout) from None
 
     def _timeout_error(self, timeout: float | None) -> Exception:
@@ -92,16 +130,19 @@ class Completion(Generic[T]):
 
     def _succeed(self, value: T) -> bool:
         """End well. False if it had ended before."""
-        try:
-            self._future.set_result(value)
-        except concurrent.futures.InvalidStateError:
-            return False
-        return True
+        return self._conclude(value, None)
 
     def _fail(self, error: BaseException) -> bool:
         """End badly. False if it had ended before."""
-        try:
-            self._future.set_exception(error)
-        except concurrent.futures.InvalidStateError:
-            return False
+        return self._conclude(None, error)
+
+    def _conclude(self, value: T | None, error: BaseException | None) -> bool:
+        outcome: Any = (value, error)
+        with Completion._lock:
+            if self._outcome is not None:
+                return False
+            self._outcome = outcome
+            future = self._waited_for
+        if future is not None:
+            self._settle(future, value, error)  # without the lock: it runs callbacks
         return True

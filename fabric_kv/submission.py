@@ -1,15 +1,14 @@
 """Checks what a caller wants to move and puts it into the form that the C++ core takes.
 
->>> native, keep, nbytes = encode_pieces(engine, [PagePiece(...)], token)
+>>> pieces, lists, keep, nbytes = encode_pieces(engine, [PagePiece(...)], token)
 >>> as_pages("src_pages", [4, 7, 1])
-array([4, 7, 1])
 
 What only the core can check (pages against their regions) it checks itself, before anything is posted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,22 +21,62 @@ from .transfers import MemoryRegion, PagePiece
 if TYPE_CHECKING:
     from . import _native
     from .engine import Engine
+    from .prepared import PreparedPiece
 
-__all__ = ["as_pages", "check_token", "encode_pieces"]
+__all__ = ["PageList", "as_pages", "check_deadline", "check_sizes", "check_token", "encode_pieces", "native_remote"]
 
 
-def as_pages(name: str, pages: Any) -> NDArray[np.int64]:
-    """Page indices as a contiguous array of int64, shape (num_pages,)."""
-    array = np.asarray(pages)
+class PageList:
+    """Page indices that are checked and copied once, for any number of pieces and submissions.
+
+    Parameters
+    ----------
+    pages : integers, shape (num_pages,)
+
+    Raises
+    ------
+    ConfigError
+        If they are no page indices.
+    """
+
+    __slots__ = ("_native", "array")
+
+    def __init__(self, pages: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        self._native = as_pages("pages", pages)
+        self.array: NDArray[np.int64] = np.array(pages, np.int64)
+        self.array.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"PageList({len(self)} pages)"
+
+
+def as_pages(name: str, pages: Any) -> _native.PageList:
+    """Page indices as the core takes them: a copy, unless they are a PageList."""
+    if type(pages) is PageList:
+        return pages._native
+    from . import _native
+
+    array = pages if type(pages) is np.ndarray else np.asarray(pages)
     if array.ndim != 1:
         raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")
     if array.size == 0:
-        return np.empty(0, np.int64)
-    if not np.issubdtype(array.dtype, np.integer):
+        return _native.PageList(np.empty(0, np.int64))
+    if array.dtype.kind not in "iu":
         raise ConfigError(f"{name} must hold integers (page indices), not {array.dtype}")
     if array.dtype == np.uint64 and int(array.max()) >= 2**63:
         raise ConfigError(f"{name} holds {int(array.max())}, which is no page index")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    if not (array.flags.c_contiguous and array.dtype.isnative):
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    return _native.PageList(array)
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Refuse a deadline that is none."""
+    if deadline_s is not None and not 0 < deadline_s <= 86400:
+        raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
 
 
 def check_token(token: CounterToken, dst: RemoteRegion) -> None:
@@ -49,38 +88,70 @@ def check_token(token: CounterToken, dst: RemoteRegion) -> None:
         )
 
 
+_MAX_REMOTES = 4096
+_remotes: dict[int, tuple[RemoteRegion, _native.RemoteRegion]] = {}
+
+
+def native_remote(region: RemoteRegion) -> _native.RemoteRegion:
+    """As ``region.native()``, which takes longer than posting a few pages: converted once while it is in use."""
+    found = _remotes.get(id(region))
+    if found is not None:
+        return found[1]
+    if len(_remotes) >= _MAX_REMOTES:
+        _remotes.clear()
+    native = region.native()
+    _remotes[id(region)] = region, native  # holds the region, so that nobody else gets its id
+    return native
+
+
+def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
+    """Refuse a region of another engine and numbers that no copy can have."""
+    if piece.src._engine is not engine:
+        raise ConfigError(f"{piece.src!r} was registered with another engine")
+    sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
+    row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
+    if min(*sizes, *row_sizes) < 0 or max(*sizes, *row_sizes) >= 2**63:
+        raise ConfigError(f"offsets, strides and sizes must lie in [0, 2^63): {sizes}, rows {row_sizes}")
+    if piece.rows >= 2**32:
+        raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
+    if not 0 <= piece.layer < 2**16:
+        raise ConfigError(f"layer={piece.layer} must lie in [0, 65536)")
+
+
 def encode_pieces(
     engine: Engine, pieces: Iterable[PagePiece], token: CounterToken | None
-) -> tuple[list[_native._Piece], list[MemoryRegion], int]:
-    """The pieces for the core, the regions to keep alive meanwhile, and the bytes in total."""
+) -> tuple[list[_native._Piece], _native._PageLists, list[MemoryRegion], int]:
+    """The pieces and page lists for the core, the regions to keep alive meanwhile, and the bytes in total."""
     native: list[_native._Piece] = []
+    lists: _native._PageLists = []
+    # Pieces of one submission often share lists: each is converted once. `pieces` keeps what the keys name alive.
+    index_of: dict[tuple[int, int], int] = {}
     keep, nbytes = [], 0
+    pieces = list(pieces)
     for piece in pieces:
-        if piece.src._engine is not engine:
-            raise ConfigError(f"{piece.src!r} was registered with another engine")
+        check_sizes(engine, piece)
         if token is not None:
             check_token(token, piece.dst)
-        src_pages, dst_pages = as_pages("src_pages", piece.src_pages), as_pages("dst_pages", piece.dst_pages)
-        sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
-        row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
-        if min(*sizes, *row_sizes) < 0 or max(*sizes, *row_sizes) >= 2**63:
-            raise ConfigError(f"offsets, strides and sizes must lie in [0, 2^63): {sizes}, rows {row_sizes}")
-        if piece.rows >= 2**32:
-            raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
+        key = (id(piece.src_pages), id(piece.dst_pages))
+        if key not in index_of:
+            index_of[key] = len(lists)
+            lists.append((as_pages("src_pages", piece.src_pages), as_pages("dst_pages", piece.dst_pages)))
         native.append(
             (
                 piece.src._native,
                 piece.src_offset,
                 piece.src_stride,
-                piece.dst.native(),
+                native_remote(piece.dst),
                 piece.dst_offset,
                 piece.dst_stride,
                 piece.nbytes,
-                src_pages,
-                dst_pages,
-                *row_sizes,
+                piece.rows,
+                piece.src_row_stride,
+                piece.dst_row_stride,
+                piece.layer,
+                index_of[key],
             )
         )
         keep.append(piece.src)
-        nbytes += piece.nbytes * piece.rows * len(src_pages)
-    return native, keep, nbytes
+        nbytes += piece.nbytes * piece.rows * len(lists[index_of[key]][0])
+    return native, lists, keep, nbytes

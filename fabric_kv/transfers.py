@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from . import _native
     from .engine import Engine
+    from .submission import PageList
 
 __all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Stall", "Transfer"]
 
@@ -103,7 +104,8 @@ class Stall(NamedTuple):
 
 class PagePiece(NamedTuple):
     """A paged copy: page i, row r goes from ``src_offset + src_pages[i] * src_stride + r * src_row_stride`` to the same
-    with ``dst``; ``nbytes`` each. All in bytes but the page indices.
+    with ``dst``; ``nbytes`` each. All in bytes but the page indices. With a watch it waits until ``layer``
+    layers are done.
     """  # noqa: D205
 
     src: MemoryRegion
@@ -113,11 +115,12 @@ class PagePiece(NamedTuple):
     dst_offset: int
     dst_stride: int
     nbytes: int
-    src_pages: Sequence[int] | NDArray[np.integer[Any]]
-    dst_pages: Sequence[int] | NDArray[np.integer[Any]]
+    src_pages: Sequence[int] | NDArray[np.integer[Any]] | PageList
+    dst_pages: Sequence[int] | NDArray[np.integer[Any]] | PageList
     rows: int = 1
     src_row_stride: int = 0
     dst_row_stride: int = 0
+    layer: int = 0
 
 
 class Transfer(Completion[None]):

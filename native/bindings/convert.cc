@@ -11,9 +11,11 @@ py::tuple to_tuple(const OpError& e) {
 
 py::tuple to_tuple(const PageRange& range) { return py::make_tuple(range.piece, range.first, range.count); }
 
-using Pages = py::array_t<std::int64_t, py::array::c_style>;
-
-std::vector<std::int64_t> to_pages(const Pages& pages) { return {pages.data(), pages.data() + pages.size()}; }
+template <typename Integer>
+Pages copy_pages(const py::array& array) {
+    const auto* data = static_cast<const Integer*>(array.data());
+    return make_pages({data, data + array.size()});
+}
 
 }  // namespace
 
@@ -55,6 +57,8 @@ void raise_as_python(const Error& error) {
     PyErr_SetObject(type.ptr(), value.ptr());
 }
 
+namespace {
+
 PagePiece to_piece(const py::tuple& t) {
     PagePiece piece;
     piece.src = t[0].cast<std::shared_ptr<Region>>();
@@ -64,12 +68,60 @@ PagePiece to_piece(const py::tuple& t) {
     piece.dst_offset = t[4].cast<std::uint64_t>();
     piece.dst_stride = t[5].cast<std::uint64_t>();
     piece.nbytes = t[6].cast<std::uint64_t>();
-    piece.src_pages = to_pages(t[7].cast<Pages>());
-    piece.dst_pages = to_pages(t[8].cast<Pages>());
-    piece.rows = t[9].cast<std::uint32_t>();
-    piece.src_row_stride = t[10].cast<std::uint64_t>();
-    piece.dst_row_stride = t[11].cast<std::uint64_t>();
+    piece.rows = t[7].cast<std::uint32_t>();
+    piece.src_row_stride = t[8].cast<std::uint64_t>();
+    piece.dst_row_stride = t[9].cast<std::uint64_t>();
+    piece.layer = t[10].cast<std::uint16_t>();
     return piece;
+}
+
+}  // namespace
+
+Engine::Prepared to_prepared(std::shared_ptr<Peer> peer, const py::list& pieces) {
+    Engine::Prepared prepared{std::move(peer), {}, {}};
+    prepared.pieces.reserve(pieces.size());
+    prepared.lists.reserve(pieces.size());
+    for (const auto& item : pieces) {
+        const auto piece = item.cast<py::tuple>();
+        prepared.pieces.push_back(to_piece(piece));
+        prepared.lists.push_back(piece[11].cast<std::uint32_t>());
+    }
+    return prepared;
+}
+
+Pages to_pages(const py::array& array) {
+    if (array.ndim() != 1 || !(array.flags() & py::array::c_style) || !array.dtype().attr("isnative").cast<bool>())
+        throw Error(ErrorKind::kConfig, "page indices must be a contiguous array of one dimension");
+    switch (array.dtype().kind() << 8 | static_cast<int>(array.itemsize())) {
+        case 'i' << 8 | 1:
+            return copy_pages<std::int8_t>(array);
+        case 'i' << 8 | 2:
+            return copy_pages<std::int16_t>(array);
+        case 'i' << 8 | 4:
+            return copy_pages<std::int32_t>(array);
+        case 'i' << 8 | 8:
+            return copy_pages<std::int64_t>(array);
+        case 'u' << 8 | 1:
+            return copy_pages<std::uint8_t>(array);
+        case 'u' << 8 | 2:
+            return copy_pages<std::uint16_t>(array);
+        case 'u' << 8 | 4:
+            return copy_pages<std::uint32_t>(array);
+        case 'u' << 8 | 8:
+            return copy_pages<std::uint64_t>(array);  // what does not fit comes out negative, and is refused
+        default:
+            throw Error(ErrorKind::kConfig, "page indices must be integers");
+    }
+}
+
+Engine::PageLists to_page_lists(const py::list& lists) {
+    Engine::PageLists native;
+    native.reserve(lists.size());
+    for (const auto& item : lists) {
+        const auto pair = item.cast<py::tuple>();
+        native.emplace_back(pair[0].cast<Pages>(), pair[1].cast<Pages>());
+    }
+    return native;
 }
 
 CounterToken to_token(const py::tuple& t) {

@@ -22,7 +22,10 @@ pybind11::bytes to_bytes(const Epoch& epoch);
 pybind11::bytes to_bytes(const std::vector<std::byte>& data);
 std::vector<std::byte> from_bytes(std::string_view text);
 Epoch to_epoch(std::string_view text);
-PagePiece to_piece(const pybind11::tuple& t);
+// Of (src, src_offset, src_stride, dst, ..., layer, page lists) tuples.
+Engine::Prepared to_prepared(std::shared_ptr<Peer> peer, const pybind11::list& pieces);
+Pages to_pages(const pybind11::array& array);
+Engine::PageLists to_page_lists(const pybind11::list& lists);
 CounterToken to_token(const pybind11::tuple& t);
 pybind11::tuple to_tuple(const Event& event);
 

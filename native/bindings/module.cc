@@ -36,6 +36,10 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
     return {EnginePtr(new Engine(std::move(nics), group_options)), left_out};
 }
 
+std::int64_t deadline_after(double seconds) {
+    return seconds > 0 ? now_ns() + static_cast<std::int64_t>(seconds * kSecond) : 0;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -74,6 +78,21 @@ PYBIND11_MODULE(_native, m) {
     py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer")
         .def_property_readonly("epoch", [](const Peer& p) { return to_bytes(p.epoch); })
         .def("describe", &describe_peer);
+    py::class_<PageList, std::shared_ptr<PageList>>(m, "PageList")
+        .def(py::init([](const py::array& array) { return std::const_pointer_cast<PageList>(to_pages(array)); }))
+        .def("__len__", &PageList::size);
+    // The word is the caller's, who keeps it alive.
+    py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
+        .def(py::init([](std::uintptr_t address) {
+            if (address == 0 || address % alignof(std::uint64_t) != 0)
+                throw Error(ErrorKind::kConfig, "a watch's word must be aligned to 8 bytes");
+            return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address));
+        }))
+        .def_property_readonly("word", &Watch::word);
+    py::class_<Engine::Prepared, std::shared_ptr<Engine::Prepared>>(m, "Prepared")
+        .def(py::init([](const std::shared_ptr<Peer>& peer, const py::list& pieces) {
+            return std::make_shared<Engine::Prepared>(to_prepared(peer, pieces));
+        }));
     py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer").def_property_readonly("id", [](const Transfer& t) {
         return t.id;
     });
@@ -153,18 +172,30 @@ PYBIND11_MODULE(_native, m) {
                  std::vector<Engine::Submission> native;
                  native.reserve(submissions.size());
                  for (const auto& t : submissions) {
-                     auto& submission = native.emplace_back();
-                     submission.peer = t[0].cast<std::shared_ptr<Peer>>();
-                     for (const auto& piece : t[1].cast<py::list>())
-                         submission.pieces.push_back(to_piece(piece.cast<py::tuple>()));
-                     submission.token = to_token(t[2].cast<py::tuple>());
+                     const auto prepared = to_prepared(t[0].cast<std::shared_ptr<Peer>>(), t[1].cast<py::list>());
+                     auto& submission =
+                         native.emplace_back(Engine::with_pages(prepared, to_page_lists(t[2].cast<py::list>())));
+                     submission.token = to_token(t[3].cast<py::tuple>());
+                     submission.watch = t[4].cast<std::shared_ptr<Watch>>();
+                     submission.step = t[5].cast<std::uint64_t>();
                  }
-                 py::gil_scoped_release release;
-                 const auto deadline_ns =
-                     deadline_s > 0 ? now_ns() + static_cast<std::int64_t>(deadline_s * kSecond) : 0;
                  const auto kind = read ? Transfer::Kind::kRead : Transfer::Kind::kWrite;
-                 return e.submit_pages(kind, std::move(native), deadline_ns);
+                 py::gil_scoped_release release;
+                 return e.submit_pages(kind, std::move(native), deadline_after(deadline_s));
              })
+        .def("submit_prepared",
+             [](Engine& e, const Engine::Prepared& prepared, const py::list& lists, const py::tuple& token,
+                double deadline_s, std::shared_ptr<Watch> watch, std::uint64_t step) {
+                 auto submission = Engine::with_pages(prepared, to_page_lists(lists));
+                 submission.token = to_token(token);
+                 submission.watch = std::move(watch);
+                 submission.step = step;
+                 std::vector<Engine::Submission> one;
+                 one.push_back(std::move(submission));
+                 // Not worth letting go of the GIL, which may take longer to get back than this takes.
+                 return e.submit_pages(Transfer::Kind::kWrite, std::move(one), deadline_after(deadline_s))[0];
+             })
+        .def("set_watch", &Engine::set_watch)
         .def("submit_signals",
              [](Engine& e, const std::vector<py::tuple>& signals, std::uint32_t group) {
                  std::vector<Engine::Signal> native;

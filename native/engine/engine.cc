@@ -164,9 +164,21 @@ void check_token(const CounterToken& token) {
                                             std::to_string(kNumGenerations - 1) + ")");
 }
 
+void check_layers(const std::vector<PagePiece>& pieces, std::uint64_t step) {
+    if (step >> (64 - Watch::kLayerBits))
+        throw Error(ErrorKind::kConfig,
+                    "step=" + std::to_string(step) + " does not fit into the watch's word: it has 48 bits");
+    for (std::size_t i = 1; i < pieces.size(); ++i)
+        if (pieces[i].layer < pieces[i - 1].layer)
+            throw Error(ErrorKind::kConfig, "pieces[" + std::to_string(i) + "] is of layer " +
+                                                std::to_string(pieces[i].layer) + " and comes after one of layer " +
+                                                std::to_string(pieces[i - 1].layer) +
+                                                ": with a watch, pieces come in the order of their layers");
+}
+
 std::uint64_t total_bytes(const std::vector<PagePiece>& pieces) {
     std::uint64_t bytes = 0;
-    for (const auto& piece : pieces) bytes += piece.nbytes * piece.rows * piece.src_pages.size();
+    for (const auto& piece : pieces) bytes += piece.nbytes * piece.rows * piece.num_pages();
     return bytes;
 }
 
@@ -182,6 +194,19 @@ std::shared_ptr<Transfer> Engine::new_transfer(Transfer::Kind kind, const std::s
     return transfer;
 }
 
+Engine::Submission Engine::with_pages(const Prepared& prepared, const PageLists& lists) {
+    Submission submission{prepared.peer, prepared.pieces, {}};
+    for (std::size_t i = 0; i < submission.pieces.size(); ++i) {
+        const auto index = prepared.lists[i];
+        if (index >= lists.size())
+            throw Error(ErrorKind::kConfig, "pieces[" + std::to_string(i) + "] uses page lists " +
+                                                std::to_string(index) + ", but " + std::to_string(lists.size()) +
+                                                " pair(s) were given");
+        std::tie(submission.pieces[i].src_pages, submission.pieces[i].dst_pages) = lists[index];
+    }
+    return submission;
+}
+
 std::vector<std::shared_ptr<Transfer>> Engine::submit_pages(Transfer::Kind kind, std::vector<Submission> submissions,
                                                             std::int64_t deadline_ns) {
     check_open();
@@ -192,10 +217,13 @@ std::vector<std::shared_ptr<Transfer>> Engine::submit_pages(Transfer::Kind kind,
     for (auto& submission : submissions) {
         check_token(submission.token);
         for (const auto& piece : submission.pieces) check_piece(*submission.peer, piece, index, submission.token);
+        if (submission.watch) check_layers(submission.pieces, submission.step);
         auto transfer = new_transfer(kind, submission.peer);
         transfer->urgent = total_bytes(submission.pieces) <= kUrgentBytes;
         transfer->pieces = std::move(submission.pieces);
         transfer->token = submission.token;
+        transfer->watch = std::move(submission.watch);
+        transfer->step = submission.step;
         transfer->deadline_ns = deadline_ns;
         transfers.push_back(std::move(transfer));
     }
@@ -271,6 +299,14 @@ std::shared_ptr<Transfer> Engine::submit_flush(const std::shared_ptr<Peer>& peer
 
 void Engine::cancel(Transfer& transfer) {
     transfer.cancelled.store(true);
+    for (auto& group : groups_) group->wake();
+}
+
+void Engine::set_watch(Watch& watch, std::uint64_t step, std::uint64_t layers) {
+    if (step >> (64 - Watch::kLayerBits) || layers >> Watch::kLayerBits)
+        throw Error(ErrorKind::kConfig, "step=" + std::to_string(step) + ", layers=" + std::to_string(layers) +
+                                            ": the watch's word has 48 bits for the step and 16 for the layers");
+    watch.set(step, layers);
     for (auto& group : groups_) group->wake();
 }
 

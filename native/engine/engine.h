@@ -50,7 +50,19 @@ class Engine {
         std::shared_ptr<Peer> peer;
         std::vector<PagePiece> pieces;
         CounterToken token;
+        // Pieces with a layer wait for it; they must come in the order of their layers. Null: nothing waits.
+        std::shared_ptr<const Watch> watch = nullptr;
+        std::uint64_t step = 0;
     };
+    // A submission that is made once and posted many times, each time with new page lists: pieces name a pair of them.
+    struct Prepared {
+        std::shared_ptr<Peer> peer;
+        std::vector<PagePiece> pieces;     // without pages
+        std::vector<std::uint32_t> lists;  // [piece]: which pair of page lists it uses
+    };
+    using PageLists = std::vector<std::pair<Pages, Pages>>;  // source, destination
+    static Submission with_pages(const Prepared& prepared, const PageLists& lists);
+
     // Checks everything, then hands the transfers to the group of their source regions: all or none. Each one's id is
     // in the event that ends it. `deadline_ns` is on now_ns()'s clock; 0: none.
     // kRead goes the other way: from the remote regions into the pieces' src.
@@ -72,6 +84,9 @@ class Engine {
     std::shared_ptr<Transfer> submit_flush(const std::shared_ptr<Peer>& peer, std::shared_ptr<const RemoteRegion> dst,
                                            std::uint32_t group);
     void cancel(Transfer& transfer);
+    // Sets the word and wakes whoever waits for it. (A GPU only writes the word: it is looked at every 50 us, or all
+    // the time where the engine spins.)
+    void set_watch(Watch& watch, std::uint64_t step, std::uint64_t layers);
 
     CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);
     void arm_counter(std::uint32_t group, const CounterToken& token, std::uint64_t expected_units);

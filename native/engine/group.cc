@@ -99,10 +99,11 @@ void Group::run() {
         while (!stopping_.load(std::memory_order_relaxed)) {
             const auto now = now_ns();
             const bool worked = round(now);
-            const bool waits = !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding();
-            rest_.rest(
-                {worked, sender_.anything_outstanding(), sender_.anything_queued(), waits ? next_housekeeping_ns_ : 0},
-                now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
+            const bool watches = sender_.anything_parked();
+            const bool waits = !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || watches;
+            rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), watches,
+                        waits ? next_housekeeping_ns_ : 0},
+                       now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
         }
         drain();
     } catch (const std::exception& error) {
@@ -187,7 +188,7 @@ void Group::housekeeping(std::int64_t now) {
         rail->post_receives();
         check_stall(*rail, now);
     }
-    sender_.sweep_messages(now);
+    sender_.sweep(now);
     heartbeat_.check(
         now, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
         [&](const Peer& peer, std::int64_t silent_ns) {

@@ -10,23 +10,22 @@ namespace {
 
 using Wide = unsigned __int128;  // products of 64-bit sizes; what a caller passes may be anything
 
-void check_side(const char* side, const std::vector<std::int64_t>& pages, std::uint64_t offset, std::uint64_t stride,
-                std::uint64_t rows, std::uint64_t row_stride, std::uint64_t nbytes, std::uint64_t region_bytes) {
-    const auto [low, high] = std::minmax_element(pages.begin(), pages.end());
+void check_side(const char* side, const PageList& pages, std::uint64_t offset, std::uint64_t stride, std::uint64_t rows,
+                std::uint64_t row_stride, std::uint64_t nbytes, std::uint64_t region_bytes) {
     const std::string name(side);
-    if (*low < 0)
-        throw Error(ErrorKind::kConfig, name + "_pages[" + std::to_string(low - pages.begin()) +
-                                            "] = " + std::to_string(*low) + " is negative: page indices start at 0");
+    const auto entry = [&](std::int64_t page) {
+        return name + "_pages[" + std::to_string(pages.index_of(page)) + "] = " + std::to_string(page);
+    };
+    if (pages.low() < 0) throw Error(ErrorKind::kConfig, entry(pages.low()) + " is negative: page indices start at 0");
     // Compared in two steps, since the whole sum can pass 2^128.
     const Wide tail = Wide{offset} + Wide{rows - 1} * row_stride + nbytes;
-    if (tail <= region_bytes && Wide(static_cast<std::uint64_t>(*high)) * stride <= region_bytes - tail) return;
+    if (tail <= region_bytes && Wide(static_cast<std::uint64_t>(pages.high())) * stride <= region_bytes - tail) return;
     std::string limit = "no page fits";
     if (tail <= region_bytes)
         limit = stride == 0 ? "only offset 0 fits"
                             : "the largest page index that fits is " +
                                   std::to_string(static_cast<std::uint64_t>((region_bytes - tail) / stride));
-    throw Error(ErrorKind::kConfig, name + "_pages[" + std::to_string(high - pages.begin()) +
-                                        "] = " + std::to_string(*high) + " (page index) is out of range: with offset " +
+    throw Error(ErrorKind::kConfig, entry(pages.high()) + " (page index) is out of range: with offset " +
                                         std::to_string(offset) + ", stride " + std::to_string(stride) + " and " +
                                         std::to_string(nbytes) + " bytes" +
                                         (rows > 1 ? " x " + std::to_string(rows) + " rows" : "") + ", in a region of " +
@@ -36,14 +35,14 @@ void check_side(const char* side, const std::vector<std::int64_t>& pages, std::u
 }  // namespace
 
 void check_bounds(const PagePiece& piece) {
-    if (piece.src_pages.size() != piece.dst_pages.size())
-        throw Error(ErrorKind::kConfig, "src_pages has " + std::to_string(piece.src_pages.size()) +
-                                            " entries, dst_pages has " + std::to_string(piece.dst_pages.size()) +
+    if (piece.src_pages->size() != piece.dst_pages->size())
+        throw Error(ErrorKind::kConfig, "src_pages has " + std::to_string(piece.src_pages->size()) +
+                                            " entries, dst_pages has " + std::to_string(piece.dst_pages->size()) +
                                             ": they must pair up");
-    if (piece.src_pages.empty() || piece.rows == 0 || piece.nbytes == 0) return;
-    check_side("src", piece.src_pages, piece.src_offset, piece.src_stride, piece.rows, piece.src_row_stride,
+    if (piece.src_pages->empty() || piece.rows == 0 || piece.nbytes == 0) return;
+    check_side("src", *piece.src_pages, piece.src_offset, piece.src_stride, piece.rows, piece.src_row_stride,
                piece.nbytes, piece.src->nbytes);
-    check_side("dst", piece.dst_pages, piece.dst_offset, piece.dst_stride, piece.rows, piece.dst_row_stride,
+    check_side("dst", *piece.dst_pages, piece.dst_offset, piece.dst_stride, piece.rows, piece.dst_row_stride,
                piece.nbytes, piece.dst->nbytes);
 }
 
@@ -52,11 +51,11 @@ PageCursor::PageCursor(std::span<const PagePiece> pieces, WriteLimits limits) : 
 bool PageCursor::at_fragment(std::uint64_t& src, std::uint64_t& dst) {
     while (piece_ < pieces_.size()) {
         const auto& p = pieces_[piece_];
-        if (page_ < p.src_pages.size() && p.rows > 0 && p.nbytes > 0) {
-            src =
-                p.src_offset + static_cast<std::uint64_t>(p.src_pages[page_]) * p.src_stride + row_ * p.src_row_stride;
-            dst =
-                p.dst_offset + static_cast<std::uint64_t>(p.dst_pages[page_]) * p.dst_stride + row_ * p.dst_row_stride;
+        if (page_ < p.num_pages() && p.rows > 0 && p.nbytes > 0) {
+            src = p.src_offset + static_cast<std::uint64_t>((*p.src_pages)[page_]) * p.src_stride +
+                  row_ * p.src_row_stride;
+            dst = p.dst_offset + static_cast<std::uint64_t>((*p.dst_pages)[page_]) * p.dst_stride +
+                  row_ * p.dst_row_stride;
             return true;
         }
         ++piece_;
@@ -64,6 +63,11 @@ bool PageCursor::at_fragment(std::uint64_t& src, std::uint64_t& dst) {
         row_ = 0;
     }
     return false;
+}
+
+const PagePiece* PageCursor::next_piece() {
+    std::uint64_t src = 0, dst = 0;
+    return at_fragment(src, dst) ? &pieces_[piece_] : nullptr;
 }
 
 void PageCursor::advance() {

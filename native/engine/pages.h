@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/page_list.h"
 #include "engine/region.h"
 
 namespace fkv {
@@ -22,11 +23,14 @@ struct PagePiece {
     std::uint64_t dst_offset;
     std::uint64_t dst_stride;
     std::uint64_t nbytes;
-    std::vector<std::int64_t> src_pages;
-    std::vector<std::int64_t> dst_pages;
+    Pages src_pages;
+    Pages dst_pages;
     std::uint64_t rows = 1;
     std::uint64_t src_row_stride = 0;
     std::uint64_t dst_row_stride = 0;
+    std::uint16_t layer = 0;  // in a submission with a watch: how many layers must be done; 0: none
+
+    std::size_t num_pages() const { return src_pages ? src_pages->size() : 0; }
 };
 
 // Throws Error(kConfig) naming the first value that leaves its region, with its unit and limit. Nothing has been
@@ -71,6 +75,8 @@ class PageCursor {
     PageCursor(std::span<const PagePiece> pieces, WriteLimits limits);
 
     bool next(PlannedWrite& out);
+    // The piece that next() will be about; null at the end.
+    const PagePiece* next_piece();
 
   private:
     bool at_fragment(std::uint64_t& src, std::uint64_t& dst);

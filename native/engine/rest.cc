@@ -44,6 +44,7 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     else
         // Nothing wakes us but the clock: short naps just after work, longer ones when the peers seem done.
         timeout_ns = idle_ns < 10 * kMillisecond ? kShortNapNs : kLongNapNs;
+    if (situation.watches) timeout_ns = std::min(timeout_ns, kShortNapNs);
     if (situation.due_ns) timeout_ns = std::min(timeout_ns, situation.due_ns - now);
     return std::max<std::int64_t>(timeout_ns, 0);
 }

@@ -24,6 +24,7 @@ class Rest {
         bool worked;          // the round posted, completed or took something
         bool outstanding;     // completions are due
         bool queued;          // posts were refused and must be tried again
+        bool watches;         // a word in memory may change without anybody telling us
         std::int64_t due_ns;  // when housekeeping is due; 0: it can wait
     };
     // May sleep. `calm` says, after the intention to sleep was published, whether there is still nothing to do.

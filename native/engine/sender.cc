@@ -73,7 +73,7 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
         }
         t.cursor = PageCursor(t.pieces, limits);
     }
-    if (t.kind != Transfer::Kind::kMessage) return (t.urgent ? urgent_ : bulk_).push_back(&t);
+    if (t.kind != Transfer::Kind::kMessage) return queue(t);
     auto& messages = t.peer->sides[group_]->messages;
     if (messages.empty()) talking_.push_back(t.peer.get());
     messages.push_back(&t);
@@ -82,7 +82,8 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
 // -- posting ---------------------------------------------------------------------------------------------------------
 
 bool Sender::post(std::int64_t now) {
-    bool worked = post_messages(now);
+    bool worked = !parked_.empty() && unpark();
+    worked |= post_messages(now);
     worked |= post_turns(urgent_, now);
     worked |= post_turns(bulk_, now);
     return worked;
@@ -113,7 +114,47 @@ bool Sender::post_messages(std::int64_t now) {
     return worked;
 }
 
-void Sender::sweep_messages(std::int64_t now) {
+// Lists by watch, so that a round costs one look at each word while nothing has changed.
+bool Sender::unpark() {
+    bool any = false;
+    for (auto it = parked_.begin(); it != parked_.end();) {
+        auto& parked = it->second;
+        const auto word = it->first->word();
+        if (word < parked.next) {
+            ++it;
+            continue;
+        }
+        parked.next = ~std::uint64_t{0};
+        std::erase_if(parked.transfers, [&](Transfer* t) {
+            if (t->waits_for > word) {
+                parked.next = std::min(parked.next, t->waits_for);
+                return false;
+            }
+            queue(*t);
+            return true;
+        });
+        any = true;
+        it = parked.transfers.empty() ? parked_.erase(it) : std::next(it);
+    }
+    return any;
+}
+
+template <typename Match>
+std::vector<Transfer*> Sender::take_parked(Match&& match) {
+    std::vector<Transfer*> taken;
+    for (auto it = parked_.begin(); it != parked_.end();) {
+        std::erase_if(it->second.transfers, [&](Transfer* t) {
+            if (!match(*t)) return false;
+            taken.push_back(t);
+            return true;
+        });
+        it = it->second.transfers.empty() ? parked_.erase(it) : std::next(it);
+    }
+    return taken;
+}
+
+void Sender::sweep(std::int64_t now) {
+    for (auto* t : take_parked([&](Transfer& parked) { return must_stop(parked, now); })) stop_posting(*t);
     for (auto* peer : talking_) {
         auto& messages = peer->sides[group_]->messages;
         // All but the first: that one has its turn.
@@ -137,18 +178,39 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
         const auto outstanding = t->outstanding;
         const bool stopped = must_stop(*t, now) || post_some(*t, now) == PostResult::kFailed || t->all_posted;
         worked |= stopped || t->outstanding != outstanding;
-        if (stopped)
+        if (stopped) {
             stop_posting(*t);
-        else
+        } else if (t->waits_for) {
+            auto& parked = parked_[t->watch.get()];
+            parked.next = std::min(parked.next, t->waits_for);
+            parked.transfers.push_back(t);
+        } else {
             queue.push_back(t);
+        }
     }
     return worked;
 }
+
+namespace {
+
+// Whether the coming piece may be posted; otherwise the transfer knows what it waits for.
+bool layer_is_done(Transfer& transfer) {
+    transfer.waits_for = 0;
+    const auto* piece = transfer.cursor.next_piece();
+    if (!piece || piece->layer == 0) return true;
+    const auto wanted = Watch::pack(transfer.step, piece->layer);
+    if (transfer.watch->has_reached(wanted)) return true;
+    transfer.waits_for = wanted;
+    return false;
+}
+
+}  // namespace
 
 PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
     if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
     if (transfer.kind == Transfer::Kind::kFlush) return post_flush(transfer, now);
     for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
+        if (transfer.watch && !transfer.has_planned && !layer_is_done(transfer)) return PostResult::kAgain;
         if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
             transfer.all_posted = true;
             return PostResult::kOk;
@@ -468,6 +530,7 @@ void Sender::finish(Transfer& transfer, Outcome outcome) {
 void Sender::stop_all() {
     stopping_ = true;
     // stop_posting() may finish and free the transfer, so each queue is emptied first.
+    for (auto* t : take_parked([](Transfer&) { return true; })) stop_posting(*t);
     for (auto* queue : {&urgent_, &bulk_})
         for (auto* t : std::exchange(*queue, {})) stop_posting(*t);
     for (auto* peer : std::exchange(talking_, {}))

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -38,6 +39,8 @@ class Sender {
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
     bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !talking_.empty(); }
     bool anything_outstanding() const;
+    // Whether a transfer waits for a watch's word, which nobody need tell us of.
+    bool anything_parked() const { return !parked_.empty(); }
     bool empty() const { return live_.empty(); }
 
     void on_sent(Rail& rail, Op* op, std::int64_t now);
@@ -45,8 +48,8 @@ class Sender {
     // An error that no operation owns up to: everything on this endpoint fails, and stays owned until it is retired.
     void on_unattributed(Rail& rail, const OpError& error);
 
-    // Ends messages that were cancelled while they wait behind one that cannot be posted.
-    void sweep_messages(std::int64_t now);
+    // Ends what was cancelled while it waits: messages behind one that cannot be posted, transfers for a watch.
+    void sweep(std::int64_t now);
 
     void stop_all();  // posts nothing more
     void end_all();   // the endpoints are closed: whatever is left is retired
@@ -55,6 +58,10 @@ class Sender {
     using Queue = std::deque<Transfer*>;
 
     bool post_messages(std::int64_t now);
+    bool unpark();
+    void queue(Transfer& transfer) { (transfer.urgent ? urgent_ : bulk_).push_back(&transfer); }
+    template <typename Match>
+    std::vector<Transfer*> take_parked(Match&& match);
     bool post_turns(Queue& queue, std::int64_t now);
     PostResult post_some(Transfer& transfer, std::int64_t now);
     PostResult post_planned(Transfer& transfer, std::int64_t now);
@@ -87,7 +94,13 @@ class Sender {
     bool stopping_ = false;
 
     std::vector<std::shared_ptr<Transfer>> live_;
-    Queue urgent_, bulk_;        // not everything posted yet; served in turn
+    Queue urgent_, bulk_;  // not everything posted yet; served in turn
+    // Transfers that wait for a watch, and the least of the words that they wait for.
+    struct Parked {
+        std::uint64_t next = ~std::uint64_t{0};
+        std::vector<Transfer*> transfers;
+    };
+    std::map<const Watch*, Parked> parked_;
     std::deque<Peer*> talking_;  // with messages to post, which keep it alive; served in turn
 };
 

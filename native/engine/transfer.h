@@ -11,6 +11,7 @@
 #include "engine/counters.h"
 #include "engine/pages.h"
 #include "engine/peer.h"
+#include "engine/watch.h"
 
 namespace fkv {
 
@@ -41,6 +42,8 @@ struct Transfer {
     std::uint32_t user_value = 0;                    // ... the bits of a user event
     std::int64_t deadline_ns = 0;                    // 0: none
     bool urgent = false;                             // small: goes before bulk
+    std::shared_ptr<const Watch> watch;              // what its pieces' layers wait for; null: nothing
+    std::uint64_t step = 0;                          // ... in this step
 
     std::atomic<bool> cancelled{false};
 
@@ -53,7 +56,8 @@ struct Transfer {
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be
     bool failed = false;
-    bool expired = false;  // its deadline passed before everything was posted
+    std::uint64_t waits_for = 0;  // the watch's word before which nothing more can be posted; 0: none
+    bool expired = false;         // its deadline passed before everything was posted
     std::uint32_t outstanding = 0;
     std::uint32_t outstanding_plain = 0;  // writes without an immediate that a later immediate answers for
     std::size_t live_index = 0;           // in the sender's list of transfers

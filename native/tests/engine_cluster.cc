@@ -1,6 +1,7 @@
 #include "engine_cluster.h"
 
 #include <algorithm>
+#include <numeric>
 #include <thread>
 
 namespace fkv::test {
@@ -42,7 +43,7 @@ CounterToken Node::counter(std::uint64_t unit_bytes, std::optional<std::uint64_t
 }
 
 PagePiece Node::piece(Node& to, std::uint64_t src_offset, std::uint64_t dst_offset, std::uint64_t nbytes) {
-    return {regions[0], src_offset, 0, to.remotes[0], dst_offset, 0, nbytes, {0}, {0}};
+    return {regions[0], src_offset, 0, to.remotes[0], dst_offset, 0, nbytes, make_pages({0}), make_pages({0})};
 }
 
 std::uint64_t Node::write(Node& to, std::uint64_t src_offset, std::uint64_t dst_offset, std::uint64_t nbytes,
@@ -57,9 +58,9 @@ std::shared_ptr<Transfer> Node::write_pages(Node& to, std::uint64_t src_offset, 
                                             std::uint64_t count, std::uint64_t nbytes, const CounterToken& token,
                                             std::int64_t deadline_ns) {
     auto pages = piece(to, src_offset, dst_offset, nbytes);
-    pages.src_pages.resize(count);
-    for (std::uint64_t i = 0; i < count; ++i) pages.src_pages[i] = static_cast<std::int64_t>(i);
-    pages.dst_pages = pages.src_pages;
+    std::vector<std::int64_t> list(count);
+    std::iota(list.begin(), list.end(), 0);
+    pages.src_pages = pages.dst_pages = make_pages(std::move(list));
     pages.src_stride = nbytes;
     pages.dst_stride = 2 * nbytes;
     return engine->submit_pages(Transfer::Kind::kWrite, {{peer(to), {pages}, token}}, deadline_ns)[0];

@@ -254,8 +254,7 @@ TEST_F(EngineEnd, a_flush_refuses_where_order_is_not_granted) {
 TEST_F(EngineEnd, zero_pages_complete_at_once) {
     start(0);
     auto nothing = a->piece(*b, 0, 0, 64);
-    nothing.src_pages.clear();
-    nothing.dst_pages.clear();
+    nothing.src_pages = nothing.dst_pages = make_pages({});
     const auto token = b->counter(64, 0);
     const auto transfers =
         a->engine->submit_pages(Transfer::Kind::kWrite, {{a->peer(*b), {nothing}, token}, {a->peer(*b), {}, token}}, 0);

@@ -176,20 +176,22 @@ class Traffic {
         };
         const auto pages =
             std::min(fit(piece.src_stride, piece.src_row_stride), fit(piece.dst_stride, piece.dst_row_stride));
-        piece.dst_pages.resize(pages);
-        std::iota(piece.dst_pages.begin(), piece.dst_pages.end(), 0);
-        piece.src_pages = piece.dst_pages;
-        if (below(2)) std::shuffle(piece.dst_pages.begin(), piece.dst_pages.end(), random_);
-        if (below(2)) std::shuffle(piece.src_pages.begin(), piece.src_pages.end(), random_);
+        std::vector<std::int64_t> dst_pages(pages);
+        std::iota(dst_pages.begin(), dst_pages.end(), 0);
+        auto src_pages = dst_pages;
+        if (below(2)) std::shuffle(dst_pages.begin(), dst_pages.end(), random_);
+        if (below(2)) std::shuffle(src_pages.begin(), src_pages.end(), random_);
         const auto count = below(8) ? 1 + below(pages) : 0;  // nothing at all is fine, too
-        piece.src_pages.resize(count);
-        piece.dst_pages.resize(count);
+        src_pages.resize(count);
+        dst_pages.resize(count);
+        piece.src_pages = make_pages(src_pages);
+        piece.dst_pages = make_pages(dst_pages);
         for (std::uint64_t i = 0; i < count; ++i)
             for (std::uint64_t row = 0; row < piece.rows; ++row) {
                 const auto src =
-                    static_cast<std::uint64_t>(piece.src_pages[i]) * piece.src_stride + row * piece.src_row_stride;
+                    static_cast<std::uint64_t>(src_pages[i]) * piece.src_stride + row * piece.src_row_stride;
                 const auto dst =
-                    static_cast<std::uint64_t>(piece.dst_pages[i]) * piece.dst_stride + row * piece.dst_row_stride;
+                    static_cast<std::uint64_t>(dst_pages[i]) * piece.dst_stride + row * piece.dst_row_stride;
                 std::copy_n(&lane.from->memory[piece.src_offset + src], piece.nbytes, &lane.expected[begin + dst]);
             }
         units += count * piece.rows * ((piece.nbytes + lane.token.unit_bytes - 1) / lane.token.unit_bytes);

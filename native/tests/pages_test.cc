@@ -36,8 +36,8 @@ PagePiece piece_of(std::uint64_t nbytes, std::vector<std::int64_t> src_pages, st
     piece.dst = remote_of(kHuge);
     piece.src_offset = piece.dst_offset = 0;
     piece.src_stride = piece.dst_stride = piece.nbytes = nbytes;
-    piece.src_pages = std::move(src_pages);
-    piece.dst_pages = std::move(dst_pages);
+    piece.src_pages = make_pages(std::move(src_pages));
+    piece.dst_pages = make_pages(std::move(dst_pages));
     return piece;
 }
 
@@ -79,10 +79,10 @@ struct Fragment {
 std::vector<Fragment> fragments_of(std::span<const PagePiece> pieces) {
     std::vector<Fragment> fragments;
     for (const auto& p : pieces)
-        for (std::size_t i = 0; i < p.src_pages.size(); ++i)
+        for (std::size_t i = 0; i < p.num_pages(); ++i)
             for (std::uint64_t r = 0; r < p.rows && p.nbytes > 0; ++r)
-                fragments.push_back({&p, p.src_offset + p.src_pages[i] * p.src_stride + r * p.src_row_stride,
-                                     p.dst_offset + p.dst_pages[i] * p.dst_stride + r * p.dst_row_stride, p.nbytes});
+                fragments.push_back({&p, p.src_offset + (*p.src_pages)[i] * p.src_stride + r * p.src_row_stride,
+                                     p.dst_offset + (*p.dst_pages)[i] * p.dst_stride + r * p.dst_row_stride, p.nbytes});
     return fragments;
 }
 
@@ -321,8 +321,8 @@ class RandomPages : public ::testing::Test {
         p.src_offset = below(2) ? 0 : below(std::uint64_t{1} << 40);
         p.dst_offset = below(2) ? 0 : below(std::uint64_t{1} << 40);
         const auto count = below(20);
-        p.src_pages = pages(count);
-        p.dst_pages = below(2) ? p.src_pages : pages(count);
+        p.src_pages = make_pages(pages(count));
+        p.dst_pages = below(2) ? p.src_pages : make_pages(pages(count));
         p.src = region_of(kHuge, ends());
         p.dst = remote_of(kHuge, ends());
         return p;

@@ -1,0 +1,39 @@
+// A word that says how far a computation is: `step << 16 | layers done`, bumped by a GPU or by CPU threads.
+//
+// Transfers may wait for it piece by piece: what belongs to layer n of a step goes once the word says that n layers of
+// that step are done, or that a later step has begun. That is a level, not an edge: who comes late goes at once, and
+// steps that nobody waits for are nothing.
+//
+// Threads: set() and word() from any; the word itself may be written by anything that shares its memory.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace fkv {
+
+class Watch {
+  public:
+    static constexpr unsigned kLayerBits = 16;
+
+    // The word is the caller's and outlives the watch. It must be aligned to 8 bytes.
+    explicit Watch(std::uint64_t* word) : word_(word) {}
+
+    static constexpr std::uint64_t pack(std::uint64_t step, std::uint64_t layers) {
+        return step << kLayerBits | layers;
+    }
+    // Releases what the caller has written before. A store, since each step starts at 0 layers anew.
+    void set(std::uint64_t step, std::uint64_t layers) {
+        std::atomic_ref(*word_).store(pack(step, layers), std::memory_order_release);
+    }
+    // Acquires what was written before the word was.
+    std::uint64_t word() const { return std::atomic_ref(*word_).load(std::memory_order_acquire); }
+
+    // Words of one watch are compared as they are: a later step is larger, whatever its layers.
+    bool has_reached(std::uint64_t wanted) const { return word() >= wanted; }
+
+  private:
+    std::uint64_t* word_;
+};
+
+}  // namespace fkv

@@ -65,6 +65,10 @@ class Rail {
     void* frames_desc() const { return frames_mr_ ? frames_mr_->local_desc() : nullptr; }
     std::size_t num_free_ops() const { return ops_.size() - outstanding_ops; }
 
+    // How long it takes to send `nbytes` more, in bytes of the group's fastest rail.
+    double busy_for(std::uint64_t nbytes) const { return static_cast<double>(outstanding_bytes + nbytes) * slowness; }
+
+    double slowness = 1.0;  // of its link, beside the fastest of the group
     std::uint64_t outstanding_bytes = 0;
     std::uint32_t outstanding_ops = 0;
     std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness

@@ -50,7 +50,14 @@ Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_
       max_src_runs_(fewest_places(rails, &NicInfo::iov_limit)),
       max_dst_runs_(fewest_places(rails, &NicInfo::rma_iov_limit)),
       max_frame_bytes_(std::min<std::uint64_t>(max_write_bytes_, kFrameBytes)),
-      events_(events) {}
+      events_(events) {
+    // A rail whose speed is not known counts as one of the fastest.
+    std::uint64_t fastest = 1;
+    for (const auto& rail : rails) fastest = std::max(fastest, rail->info().link_bps);
+    for (auto& rail : rails)
+        if (const auto bps = rail->info().link_bps)
+            rail->slowness = static_cast<double>(fastest) / static_cast<double>(bps);
+}
 
 bool Sender::reserve(std::size_t n) {
     if (in_flight_.fetch_add(n) + n <= max_transfers_) return true;
@@ -248,14 +255,17 @@ PostResult Sender::post_planned(Transfer& transfer, std::int64_t now) {
     try {
         auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
         if (links.size() == 1) return post_write_on(transfer, links[0], now);
-        // The pair with the fewest bytes in flight takes it; if that one is full, the next one.
+        // The pair that would be through with it first takes it, by what is in flight and how fast its NIC is; if that
+        // one is full, the next one.
         std::array<Peer::Link*, kMaxLinks> order;
         const auto count = std::min(links.size(), order.size());
         for (std::size_t i = 0; i < count; ++i) order[i] = &links[i];
         std::sort(order.begin(), order.begin() + count, [&](const auto* a, const auto* b) {
             // The pair's number decides last: an order without ties, and no need for a stable sort, which allocates.
-            return std::tuple(rails_[a->local_rail]->outstanding_bytes, a->bytes_in_flight, a - links.data()) <
-                   std::tuple(rails_[b->local_rail]->outstanding_bytes, b->bytes_in_flight, b - links.data());
+            const auto &one = *rails_[a->local_rail], &other = *rails_[b->local_rail];
+            const auto nbytes = transfer.planned.nbytes;
+            return std::tuple(one.busy_for(nbytes), a->bytes_in_flight, a - links.data()) <
+                   std::tuple(other.busy_for(nbytes), b->bytes_in_flight, b - links.data());
         });
         for (std::size_t i = 0; i < count; ++i)
             if (const auto result = post_write_on(transfer, *order[i], now); result != PostResult::kAgain)

@@ -29,7 +29,7 @@ std::unique_ptr<Nic> FakeFabric::open_nic(const FakeProfile& profile) {
                 .cq_data_bytes = 4,
                 .iov_limit = profile.iov_limit,
                 .rma_iov_limit = profile.rma_iov_limit,
-                .link_bps = 0,
+                .link_bps = profile.link_bps,
                 .virtual_addresses = profile.virtual_addresses,
                 .provider_keys = profile.provider_keys,
                 .local_mr = profile.local_mr,

@@ -29,6 +29,7 @@ struct FakeProfile {
     std::size_t rx_depth = 16;
     std::size_t iov_limit = 1;      // places of one write on our side ...
     std::size_t rma_iov_limit = 1;  // ... and at the target
+    std::uint64_t link_bps = 0;     // only told, of no effect here
     bool virtual_addresses = true;
     bool provider_keys = true;
     bool local_mr = true;

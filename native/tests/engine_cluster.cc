@@ -20,6 +20,7 @@ Node::Node(fake::FakeFabric& fabric, std::uint32_t process, const NodeShape& sha
         nics.emplace_back();
         opened.emplace_back();
         for (std::size_t i = 0; i < count; ++i) {
+            if (!shape.link_bps.empty()) profile.link_bps = shape.link_bps[i];
             opened.back().push_back(fabric.open_nic(profile));
             nics.back().push_back(fake::FakeFabric::id_of(*opened.back().back()));
         }

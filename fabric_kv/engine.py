@@ -23,6 +23,7 @@ import numpy as np
 
 from .buffers import locate
 from .config import EngineOptions
+from .description import Description, explain_mode
 from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .futures import Completion
@@ -206,18 +207,22 @@ class Engine:
         """Whether :meth:`close` was called, or this is a fork of the engine's process."""
         return not self._finalizer.alive
 
-    def describe(self) -> dict[str, Any]:
-        """What was opened, and the figures so far: libfabric, groups, rails, peers, callbacks that raised."""
+    def describe(self) -> Description:
+        """What was opened, each rail's mode and why, and the figures so far: a dict that prints as a table."""
         path, version = _load_native().library()
-        return {
+        groups = [] if self.closed else self._native.describe()
+        for rail in (rail for group in groups for rail in group["rails"]):
+            rail["mode"], rail["mode_why"] = explain_mode(rail)
+        about = {
             "libfabric": {"path": path, "version": version},
             "epoch": self.epoch.hex(),
             "progress": self.options.progress,
             "closed": self.closed,
-            "groups": [] if self.closed else self._native.describe(),
+            "groups": groups,
             "left_out": list(self._left_out),
             **self._dispatcher.describe(),
         }
+        return Description(about)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ class Peer:
         self._native = native
         self.epoch = epoch
 
-    def describe(self) -> dict[str, int]:
-        """Operations, bytes and errors so far of what was written to it."""
+    def describe(self) -> dict[str, Any]:
+        """Operations, bytes, errors and latencies so far of what was written to it."""
         return self._native.describe()
 
     def __repr__(self) -> str:

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <array>
+
 #include "bindings/convert.h"
 
 namespace py = pybind11;
@@ -5,11 +8,15 @@ namespace py = pybind11;
 namespace fkv {
 namespace {
 
+py::list to_list(const LatencyHistogram& histogram) {
+    py::list buckets;
+    for (std::size_t i = 0; i < LatencyHistogram::kNumBuckets; ++i) buckets.append(histogram.bucket(i));
+    return buckets;
+}
+
 py::dict describe_rail(Rail& rail) {
     const auto& info = rail.info();
     const auto& stats = rail.stats;
-    py::list latency;
-    for (std::size_t i = 0; i < LatencyHistogram::kNumBuckets; ++i) latency.append(stats.write_latency.bucket(i));
     py::dict d;
     d["provider"] = info.provider;
     d["fabric"] = info.fabric;
@@ -36,7 +43,11 @@ py::dict describe_rail(Rail& rail) {
     d["imms"] = stats.imms.get();
     d["messages"] = stats.messages.get();
     d["busy_ns"] = stats.busy_ns.get();
-    d["write_latency_us_log2"] = latency;
+    // Read in this order: what has completed was posted before.
+    const auto ended = stats.completions.get() + stats.errors.get();
+    d["ops_in_flight"] = std::max(stats.ops.get(), ended) - ended;
+    d["write_latency_us_log2"] = to_list(stats.write_latency);
+    d["post_latency_ns_log2"] = to_list(stats.post_latency);
     return d;
 }
 
@@ -64,7 +75,9 @@ py::dict describe_group(Group& group) {
 
 py::dict describe_peer(const Peer& peer) {
     std::uint64_t ops = 0, bytes = 0, errors = 0;
+    std::array<std::uint64_t, LatencyHistogram::kNumBuckets> latency{};
     for (const auto& side : peer.sides) {
+        for (std::size_t i = 0; i < latency.size(); ++i) latency[i] += side->stats.write_latency.bucket(i);
         ops += side->stats.ops.get();
         bytes += side->stats.bytes.get();
         errors += side->stats.errors.get();
@@ -73,6 +86,7 @@ py::dict describe_peer(const Peer& peer) {
     d["ops"] = ops;
     d["bytes"] = bytes;
     d["errors"] = errors;
+    d["write_latency_us_log2"] = latency;
     return d;
 }
 

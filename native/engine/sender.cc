@@ -325,7 +325,11 @@ PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     write.context = &op->context;
     op->plain = counted && planned.units == 0;
     write.delivered = op->plain;
-    return posted(rail.nic().post_write(write), op, rail, transfer);
+    if (rail.stats.ops.get() % kPostSample != 0) return posted(rail.nic().post_write(write), op, rail, transfer);
+    const auto begin = now_ns();
+    const auto result = rail.nic().post_write(write);
+    if (result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
+    return posted(result, op, rail, transfer);
 }
 
 PostResult Sender::posted(PostResult result, Op* op, Rail& rail, Transfer& transfer) {
@@ -465,7 +469,11 @@ bool Sender::anything_outstanding() const {
 
 void Sender::on_sent(Rail& rail, Op* op, std::int64_t now) {
     rail.stats.completions.add(1);
-    if (op->kind == Op::Kind::kWrite) rail.stats.write_latency.add(now - op->posted_ns);
+    if (op->kind == Op::Kind::kWrite) {
+        const auto us = static_cast<std::uint64_t>(now - op->posted_ns) / 1000;
+        rail.stats.write_latency.add(us);
+        op->link->stats->write_latency.add(us);
+    }
     if (op->transfer) op->transfer->bytes_done += op->nbytes;
     retire(rail, op);
 }

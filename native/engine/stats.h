@@ -18,13 +18,13 @@ class Count {
     std::atomic<std::uint64_t> value_{0};
 };
 
-// How long something took: bucket i counts durations below 2^i microseconds (and not below 2^(i-1)).
+// How long something took: bucket i counts durations below 2^i units (and not below 2^(i-1)).
 class LatencyHistogram {
   public:
-    static constexpr std::size_t kNumBuckets = 25;  // the last one takes all from 8 s on
+    static constexpr std::size_t kNumBuckets = 25;  // the last one takes all from 8 s on, where the unit is 1 us
 
-    void add(std::int64_t ns) {
-        const auto bucket = static_cast<std::size_t>(std::bit_width(static_cast<std::uint64_t>(ns) / 1000));
+    void add(std::uint64_t units) {
+        const auto bucket = static_cast<std::size_t>(std::bit_width(units));
         buckets_[bucket < kNumBuckets ? bucket : kNumBuckets - 1].add(1);
     }
     std::uint64_t bucket(std::size_t index) const { return buckets_[index].get(); }
@@ -36,11 +36,14 @@ class LatencyHistogram {
 struct RailStats {
     Count ops, bytes, completions, again, errors, imms, messages;
     Count busy_ns;                   // with at least one operation in flight
-    LatencyHistogram write_latency;  // from post to completion
+    LatencyHistogram write_latency;  // from post to completion, in us
+    LatencyHistogram post_latency;   // of the call that posts a write, in ns; one in kPostSample
 };
+constexpr std::uint64_t kPostSample = 64;  // looking at the clock twice costs as much as a fast post
 
 struct PeerStats {
     Count ops, bytes, errors;
+    LatencyHistogram write_latency;  // as RailStats'
 };
 
 struct ReceiverStats {

@@ -1,0 +1,167 @@
+"""What is compared: the bare loop of floor/ and our engine, as pairs of processes that rest while others measure.
+
+>>> with Floor("tcp") as floor, EnginePair("tcp", "spin") as engine:
+...     rates = [(floor.pages(4096, 8192, "random", 4), engine.pages(4096, 8192, "random", 4)) for _ in range(5)]
+
+Senders run on cpu 0, receivers on cpu 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import select
+import signal
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import engine_side
+
+FLOOR = Path(__file__).parent / "floor" / "floor"
+PATIENCE_S = 120.0
+SENDER_CPU, RECEIVER_CPU = 0, 1
+
+
+class Rate(NamedTuple):
+    pages_per_s: float
+
+
+class Latency(NamedTuple):
+    p50_us: float
+    p99_us: float
+
+
+class Floor:
+    """The bare loop. It polls only while it measures, and waits for the next command without using a core."""
+
+    name = "floor"
+
+    def __init__(self, provider: str, binary: Path = FLOOR) -> None:
+        self.provider = provider
+        self.forms: dict[tuple[int, int, str], str] = {}  # the best one of each case, found by the first run
+        self.process = subprocess.Popen(
+            [binary, provider, "--cpus", f"{SENDER_CPU},{RECEIVER_CPU}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def command(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], PATIENCE_S)[0]:
+            raise TimeoutError(f"the floor over {self.provider} has not answered to {line!r} for {PATIENCE_S} s")
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the floor over {self.provider} gave up at {line!r}")
+        return json.loads(answer)
+
+    def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int) -> Rate:
+        case = (page_bytes, num_pages, pattern)
+        if case not in self.forms:
+            found = self.command(f"pages {page_bytes} {num_pages} {pattern} 1")
+            self.forms[case] = f"{found['places']} {found['window']} {found['inject']}"
+        answer = self.command(f"pages {page_bytes} {num_pages} {pattern} {rounds} {self.forms[case]}")
+        return Rate(answer["pages_per_s"])
+
+    def latency(self, nbytes: int, rounds: int) -> Latency:
+        answer = self.command(f"latency {nbytes} {rounds}")
+        return Latency(answer["p50_us"], answer["p99_us"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self.process.stdout.close()
+
+
+class EnginePair:
+    """Two engines. They are stopped (SIGSTOP) while others measure: a spinning one would take half of a core."""
+
+    def __init__(self, provider: str, progress: str) -> None:
+        self.provider, self.name = provider, progress
+        self.seeds = itertools.count(1)
+        context = multiprocessing.get_context("spawn")
+        ends = context.Pipe()
+        self.pipes, self.processes = [], []
+        for sends, cpu, link in ((True, SENDER_CPU, ends[0]), (False, RECEIVER_CPU, ends[1])):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=engine_side.main, args=(sends, provider, progress, cpu, theirs, link))
+            process.start()
+            theirs.close()
+            link.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+        self.answers()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def answers(self) -> list[Any]:
+        for pipe in self.pipes:
+            if not pipe.poll(PATIENCE_S):
+                raise TimeoutError(f"the engine over {self.provider} has not answered for {PATIENCE_S} s")
+        return [pipe.recv() for pipe in self.pipes]
+
+    def call(self, method: str, *arguments: object) -> list[list[float]]:
+        """What sender and receiver measured, in nanoseconds."""
+        with self.awake():
+            for pipe in self.pipes:
+                pipe.send((method, arguments))
+            return self.answers()
+
+    def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int) -> Rate:
+        _, times = self.call("pages", page_bytes, num_pages, pattern, rounds, next(self.seeds))
+        return Rate(num_pages * 1e9 / statistics.median(times))
+
+    def latency(self, nbytes: int, rounds: int) -> Latency:
+        times, _ = self.call("latency", nbytes, rounds)
+        cuts = statistics.quantiles(times, n=100)
+        return Latency(cuts[49] / 1e3, cuts[98] / 1e3)
+
+    def submit(self, num_pages: int, repetitions: int) -> float:
+        """Microseconds until write_pages returns, the median."""
+        times, _ = self.call("submit", num_pages, repetitions)
+        return statistics.median(times) / 1e3
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._signal(signal.SIGCONT)
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join(10)

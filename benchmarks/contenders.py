@@ -68,7 +68,7 @@ class Floor:
         case = (page_bytes, num_pages, pattern)
         if case not in self.forms:
             found = self.command(f"pages {page_bytes} {num_pages} {pattern} 1")
-            self.forms[case] = f"{found['places']} {found['window']} {found['inject']}"
+            self.forms[case] = " ".join(str(found[field]) for field in ("places", "window", "inject", "pauses"))
         answer = self.command(f"pages {page_bytes} {num_pages} {pattern} {rounds} {self.forms[case]}")
         return Rate(answer["pages_per_s"])
 

@@ -3,8 +3,8 @@
     scripts/bench --check             exits with 1 when a count has grown by more than 2 %
     scripts/bench --check --keep      keeps today's counts
 
-Counts repeat exactly on one machine with one compiler. They are kept for each compiler; with another one there is nothing
-to compare with, which is said and is no failure.
+Counts repeat exactly on one machine with one compiler. They are kept for each compiler; with another one there is
+nothing to compare with, which is said and is no failure.
 """
 
 from __future__ import annotations

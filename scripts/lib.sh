@@ -188,6 +188,7 @@ has_package() {
     case $1 in
         cmake) working_tool cmake >/dev/null ;;
         ninja-build) working_tool ninja >/dev/null ;;
+        valgrind) working_tool valgrind >/dev/null ;;
         libgtest-dev) [[ -f /usr/include/gtest/gtest.h || -f /usr/local/include/gtest/gtest.h ]] ;;
         *) die "has_package does not know $1" ;;
     esac

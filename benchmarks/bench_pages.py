@@ -126,7 +126,7 @@ def rows_of_pages(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         (r["provider"], r["page_bytes"]): r["floor_pages_per_s"]["median"] for r in results if r["pattern"] == "random"
     }
     for r in results:
-        places, window, inject, pauses = r["form"].split()
+        places, window, inject = r["form"].split()
         target, good = "≥ 0.95", r["ratio"]["median"] >= TARGET_PAGES
         engine = r["engine_pages_per_s"]["median"]
         random_floor = floors.get((r["provider"], r["page_bytes"]))
@@ -140,7 +140,7 @@ def rows_of_pages(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             size_text(r["page_bytes"]),
             r["pattern"],
             r["progress"],
-            f"{places} × {window}{', inject' if int(inject) else ''}{', pause' if int(pauses) else ''}",
+            f"{places} × {window}{', inject' if int(inject) else ''}",
             f"{r['floor_pages_per_s']['median'] / 1e3:.1f}",
             f"{engine / 1e3:.1f}",
             f"{engine * r['page_bytes'] / 1e9:.2f}",

@@ -17,6 +17,7 @@ import select
 import signal
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -68,7 +69,7 @@ class Floor:
         case = (page_bytes, num_pages, pattern)
         if case not in self.forms:
             found = self.command(f"pages {page_bytes} {num_pages} {pattern} 1")
-            self.forms[case] = " ".join(str(found[field]) for field in ("places", "window", "inject", "pauses"))
+            self.forms[case] = " ".join(str(found[field]) for field in ("places", "window", "inject"))
         answer = self.command(f"pages {page_bytes} {num_pages} {pattern} {rounds} {self.forms[case]}")
         return Rate(answer["pages_per_s"])
 
@@ -110,7 +111,7 @@ class EnginePair:
             self.pipes.append(pipe)
             self.processes.append(process)
         self.answers()
-        self._signal(signal.SIGSTOP)
+        self._stop()
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -123,7 +124,19 @@ class EnginePair:
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self._stop()
+
+    def _stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+        for process in self.processes:
+            # A thread that is waiting for a cpu stops only when it gets one.
+            for _ in range(1000):
+                if (
+                    not process.is_alive()
+                    or Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[-1].split()[0] == "T"
+                ):
+                    break
+                time.sleep(0.001)
 
     def answers(self) -> list[Any]:
         for pipe in self.pipes:

@@ -6,7 +6,7 @@
 // may have several places on both sides, as many as fi_info grants. Two processes, one thread each, both polling.
 //
 //   floor PROVIDER [--cpus SENDER,RECEIVER|none] [--source ADDRESS] [COMMAND...]
-//   pages BYTES COUNT random|contiguous ROUNDS [PLACES WINDOW INJECT PAUSES]
+//   pages BYTES COUNT random|contiguous ROUNDS [PLACES WINDOW INJECT]
 //   latency BYTES ROUNDS
 //
 // Without a COMMAND they come from stdin, one a line. Without a form, pages tries which is the best.
@@ -75,12 +75,7 @@ void pin(int cpu) {
 // How operations are made of pages, and how many are under way.
 struct Form {
     std::uint32_t places, window;
-    bool inject;           // the provider copies the data: fi_endpoint(3), FI_INJECT
-    std::uint32_t pauses;  // of the processor after a look that found nothing: polling contends with the other side
-
-    void rest() const {
-        for (std::uint32_t i = 0; i < pauses; ++i) __builtin_ia32_pause();
-    }
+    bool inject;  // the provider copies the data: fi_endpoint(3), FI_INJECT
 };
 
 struct Order {
@@ -298,7 +293,6 @@ void send_pages(Fabric& fabric, Link link, const Order& order) {
             const auto n = fabric.poll(arrived);
             retired += n;
             if (n > 0) continue;
-            order.form.rest();
             if (now_ns() - start > kPatienceNs) die("operations do not complete");
         }
         link.put('r');
@@ -316,7 +310,6 @@ std::vector<std::int64_t> receive_pages(Fabric& fabric, Link link, const Order& 
             const auto before = arrived;
             fabric.poll(arrived);
             if (arrived != before) continue;
-            order.form.rest();
             if (now_ns() - start > kPatienceNs) die("pages do not arrive");
         }
         const auto end = now_ns();
@@ -338,7 +331,7 @@ std::vector<std::int64_t> receive_pages(Fabric& fabric, Link link, const Order& 
 std::vector<std::int64_t> ping_pong(Fabric& fabric, const Order& order, bool first) {
     auto one = order;
     one.num_pages = 1;
-    one.form = {1, 1, false, 0};
+    one.form = {1, 1, false};
     auto op = std::move(make_ops(fabric, one)[0]);
     std::vector<std::int64_t> times;
     const auto warm_up = order.rounds / 10;
@@ -379,28 +372,28 @@ double measure(Fabric& fabric, Link link, const Order& order, double q) {
     return quantile(receive_pages(fabric, link, order), q);
 }
 
+// All forms are tried, the best few of them again and for longer: what else the machine does hits single rounds.
 Form best_form(Fabric& fabric, Link link, Order order) {
     const auto& attr = *fabric.info->tx_attr;
-    Form best{};
-    double best_ns = 0;
-    order.rounds = 3;
-    order.checked = false;
-    const auto consider = [&](Form form) {
-        order.form = form;
-        const auto ns = measure(fabric, link, order, 0);  // the least disturbed round
-        if (best_ns > 0 && ns >= best_ns) return;
-        best_ns = ns;
-        best = form;
-    };
+    std::vector<std::pair<double, Form>> tried;
     for (std::uint32_t places = 1; places <= (order.contiguous ? 1 : fabric.max_places); places *= 2)
-        for (const std::uint32_t most : {4, 16, 64, 256}) {
+        for (const std::uint32_t most : {4, 16, 64, 256, 1024}) {
             const auto window = std::min<std::uint32_t>(most, attr.size);
-            consider({places, window, false, 0});
+            tried.push_back({0, {places, window, false}});
             // Beyond its limit shm takes the operation and delivers something else.
-            if (!order.contiguous && places * order.page_bytes <= attr.inject_size) consider({places, window, true, 0});
+            if (!order.contiguous && places * order.page_bytes <= attr.inject_size)
+                tried.push_back({0, {places, window, true}});
         }
-    for (const std::uint32_t pauses : {8, 64}) consider({best.places, best.window, best.inject, pauses});
-    return best;
+    order.checked = false;
+    for (order.rounds = 2; tried.size() > 1; order.rounds = 8) {
+        for (auto& [ns, form] : tried) {
+            order.form = form;
+            ns = measure(fabric, link, order, 0.25);
+        }
+        std::sort(tried.begin(), tried.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+        tried.resize(tried.size() > 4 ? 4 : 1);
+    }
+    return tried.front().second;
 }
 
 void obey(Fabric& fabric, Link link, const std::string& line) {
@@ -417,18 +410,17 @@ void obey(Fabric& fabric, Link link, const std::string& line) {
         if (order.page_bytes % 8 || order.page_bytes > kMaxWriteBytes || order.rounds == 0 || order.num_pages == 0 ||
             order.num_pages > kArenaBytes / order.page_bytes)
             die("out of range: " + line);
-        if (!(words >> order.form.places >> order.form.window >> order.form.inject >> order.form.pauses))
+        if (!(words >> order.form.places >> order.form.window >> order.form.inject))
             order.form = best_form(fabric, link, order);
         if (order.form.places == 0 || order.form.places > fabric.max_places || order.form.window == 0)
             die("no such form: " + line);
         const auto ns = measure(fabric, link, order, 0.5);
         const auto pages = static_cast<double>(order.num_pages);
         std::printf(R"({"what": "pages", "provider": "%s", "page_bytes": %lu, "num_pages": %lu, "pattern": "%s", )"
-                    R"("places": %u, "window": %u, "inject": %d, "pauses": %u, "pages_per_s": %.0f, "gb_per_s": %.4f})"
+                    R"("places": %u, "window": %u, "inject": %d, "pages_per_s": %.0f, "gb_per_s": %.4f})"
                     "\n",
                     provider, order.page_bytes, order.num_pages, pattern.c_str(), order.form.places, order.form.window,
-                    order.form.inject, order.form.pauses, pages * 1e9 / ns,
-                    pages * static_cast<double>(order.page_bytes) / ns);
+                    order.form.inject, pages * 1e9 / ns, pages * static_cast<double>(order.page_bytes) / ns);
     } else if (what == "latency" && words >> order.rounds && order.rounds > 0) {
         order.kind = Order::kLatency;
         link.put(order);

@@ -49,6 +49,7 @@ class Messenger:
         self._stopped = False
         self._cancel_timer: Timer | None = None
         self._goodbye_said = False
+        self._num_unsaid = 0  # Messages that wait for something before they may be sent.
         self._inbox_lock = threading.Lock()  # Guards the next two.
         self._inbox_bytes = 0
         self._flooding: set[bytes] = set()  # Peers whose messages did not fit, until the actor hears of it.
@@ -170,7 +171,7 @@ class Messenger:
         if not self._closing or self._closed.done():
             return
         if self._goodbye_said:
-            if all(link.idle for link in self._links()):
+            if not self._num_unsaid and all(link.idle for link in self._links()):
                 self._end_close()
         elif not self._num_open():
             self._say_goodbye()

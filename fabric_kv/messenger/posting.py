@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import FabricKVError, TransferCancelledError, WouldBlockError
 from .actor import Actor
+from .peers import RETRY_S
 from .serve import Serve, ServeEffect, ServeEvent, serve_step
 from .state import Posted
 
@@ -101,6 +102,7 @@ class Poster:
         # Room that writes leave to control messages: a Cancel must not wait for the very writes that it is to stop.
         self._max_open = max(1, engine.options.max_transfers - max(1, engine.options.max_transfers // 8))
         self._num_open = 0
+        self._will_retry = False
         self._backlog: deque[Submission] = deque()
         self._tail_backlog: deque[TailSubmission] = deque()  # Of its own: a tail may wait for a slot, pages do not.
 
@@ -181,6 +183,9 @@ class Poster:
             transfer = call()
         except WouldBlockError:
             self._free_slot(slot)
+            if not self._num_open:
+                # Others have filled the engine, control messages for example: no write of ours will end and tell us.
+                self._try_later()
             return False
         except FabricKVError as error:
             self._free_slot(slot)
@@ -191,6 +196,19 @@ class Poster:
         self._num_open += 1
         transfer.add_done_callback(lambda ended: self._actor.post(partial(self._retired, outflow, slot, ended)))
         return True
+
+    def _try_later(self) -> None:
+        if not self._will_retry:
+            self._will_retry = True
+            self._actor.post(self._set_timer)
+
+    def _set_timer(self) -> None:
+        self._actor.after(RETRY_S, self._on_time)
+
+    def _on_time(self) -> None:
+        with self.lock:
+            self._will_retry = False
+            self.retry()
 
     def _free_slot(self, slot: int | None) -> None:
         if slot is not None and self._tails is not None:

@@ -127,7 +127,11 @@ class PrefillRequests(PrefillSessions):
             return
         # Ended before, or the Cancel overtook its request, which then never starts.
         session.seen.add(generation)
-        session.link.send(wire.CancelConfirm(generation, session.was_clean(generation)))
+        self._say_clean(
+            session,
+            session.was_clean(generation),
+            lambda clean: session.link.send(wire.CancelConfirm(generation, clean)),
+        )
 
     # --- The life of a request ----------------------------------------------------------------------------------------
 
@@ -136,16 +140,21 @@ class PrefillRequests(PrefillSessions):
             self._perform(serving, effect)
 
     def _perform(self, serving: Serving, effect: ServeEffect) -> None:
-        generation, link, serve = serving.request.key.generation, serving.session.link, serving.serve
+        session, serve = serving.session, serving.serve
+        generation, link = serving.request.key.generation, session.link
         match effect:
             case ServeEffect.SEND_ACCEPT:
                 link.send(wire.Accept(generation))
             case ServeEffect.SEND_REJECT:
                 link.send(wire.Reject(generation, serve.reason))
             case ServeEffect.SEND_FAIL:
-                link.send(wire.Fail(generation, serve.reason, serve.pages_clean))
+                self._say_clean(
+                    session, serve.pages_clean, lambda clean: link.send(wire.Fail(generation, serve.reason, clean))
+                )
             case ServeEffect.SEND_CONFIRM:
-                link.send(wire.CancelConfirm(generation, serve.pages_clean))
+                self._say_clean(
+                    session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean))
+                )
             case ServeEffect.STOP_POSTING:
                 self._poster.stop(serving)
             case ServeEffect.END:

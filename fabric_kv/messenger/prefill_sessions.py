@@ -8,7 +8,8 @@ A peer is known by the epoch of its engine; messages of any other epoch but Hell
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..config import Bounds
@@ -26,7 +27,7 @@ from .state import PeerLost
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..transfers import MemoryRegion
+    from ..transfers import MemoryRegion, Transfer
     from .tail import TailPool
 
 __all__ = ["PrefillSessions"]
@@ -83,6 +84,8 @@ class PrefillSessions(Messenger):
             self._counts["refused_hellos"] += 1
             self._part(link, wire.HelloReply(hello.session, refusal.kind, str(refusal)[: wire.MAX_REASON_CHARS]))
             return
+        ours = [region.remote for rank in self._regions for region in rank]
+        session.find_flushes(ours if self._tails is None else [*ours, self._tails.region.remote])
         self._sessions[epoch] = session
         link.send(wire.HelloReply(hello.session, spec=self._spec.to_bytes()))
 
@@ -152,9 +155,40 @@ class PrefillSessions(Messenger):
         self._remove_peer(session.link)
         self._advance_close()
 
+    def _say_clean(self, session: Session, clean: bool, say: Callable[[bool], None]) -> None:
+        """``say`` whether all that was written has landed, once that is so.
+
+        Between several NICs a message may overtake writes that have ended here: it waits until they are flushed. Where
+        a flush proves nothing (the NICs keep no order) the answer is no.
+        """
+        if not clean or not session.flushes:
+            say(clean)
+            return
+        try:
+            open_ = {self._engine.flush(session.link.peer, region, group=group) for group, region in session.flushes}
+        except FabricKVError as error:
+            _log.warning("cannot flush to %s: %s", session.epoch.hex(), error)
+            say(False)
+            return
+        waiting, failed = set(open_), []
+        self._num_unsaid += 1
+
+        def ended(flush: Transfer) -> None:
+            waiting.discard(flush)
+            if flush.exception(0) is not None:
+                failed.append(flush)
+            if not waiting:
+                self._num_unsaid -= 1
+                say(not failed)
+                self._advance_close()
+
+        for flush in open_:
+            flush.add_done_callback(lambda done: self._actor.post(partial(ended, done)))
+
     def _links(self) -> list[Link]:
         return [*(session.link for session in self._sessions.values()), *self._parting]
 
     def _send_goodbyes(self) -> None:
         for session in list(self._sessions.values()):
-            session.link.send(wire.Goodbye(session.number, quiescent=session.quiescent))
+            # A Goodbye waits for nothing: where only a flush could prove that all has landed, it does not claim so.
+            session.link.send(wire.Goodbye(session.number, quiescent=session.quiescent and not session.flushes))

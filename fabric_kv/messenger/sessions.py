@@ -7,6 +7,7 @@ One session per decode engine and ``connect``; the requests it serves are number
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, FabricKVError, ProtocolError
@@ -56,6 +57,9 @@ class Session:
         self.seen = SeenWindow(hello.session)
         self.open: dict[int, Serving] = {}
         self.lost = False
+        # What to flush before a message may say that all writes have landed: (group of ours, region of theirs). Nothing
+        # where one NIC on each side carries both: the message follows the writes.
+        self.flushes: list[tuple[int, RemoteRegion]] = []
         self._unclean: set[int] = set()
 
     @classmethod
@@ -136,6 +140,16 @@ class Session:
             params=message.params,
         )
         return Serving(self, request, pages, counters, message.tail_slot)
+
+    def find_flushes(self, ours: Iterable[RemoteRegion]) -> None:
+        """Find out what :attr:`flushes` has to hold, from the regions that this side writes from."""
+        theirs = {region.group: region for rank in self.regions for region in rank}
+        if self.tail_region is not None:
+            theirs.setdefault(self.tail_region.group, self.tail_region)
+        num_rails = {region.group: len(region.rails) for region in ours}
+        if num_rails.keys() | theirs.keys() == {0} and num_rails[0] == len(theirs[0].rails) == 1:
+            return
+        self.flushes = [(group, region) for group in num_rails for region in theirs.values()]
 
     def remember(self, generation: int, *, pages_clean: bool) -> None:
         """Keep what a later Cancel of an ended request must be told."""

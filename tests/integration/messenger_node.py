@@ -42,6 +42,9 @@ def stamp(number, num_tokens):
     return (np.arange(np.prod(shape), dtype=np.float32) % 65536 + 65536 * (number % 128)).reshape(shape)
 
 
+NICS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]  # all of them the loopback
+
+
 def tail_of(number):
     return np.arange(5, dtype=np.float32) + number
 
@@ -57,14 +60,14 @@ def pages_of(values):
 class PrefillNode:
     """Computes requests one after the other on a thread of its own."""
 
-    def __init__(self, tp_size, tell=lambda event: None):
+    def __init__(self, tp_size, tell=lambda event: None, num_nics=1):
         self.tell = tell
         self.spec, self.arrays = make_cache(tp_size, SPOILT)
         self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
         self.lock = threading.Condition()
         self.pages, self.queue = {}, []
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
-        self.engine = Engine("tcp", nics=["127.0.0.1"], options=OPTIONS)
+        self.engine = Engine("tcp", nics=NICS[:num_nics], options=OPTIONS)
         tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
@@ -152,10 +155,10 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
-        self.engine = Engine("tcp", nics=["127.0.0.1"], options=OPTIONS)
+        self.engine = Engine("tcp", nics=NICS[:num_nics], options=OPTIONS)
         self.tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, BOUNDS)
@@ -215,14 +218,14 @@ class DecodeNode:
 
 
 def main():
-    role, tp_size = sys.argv[1], int(sys.argv[2])
+    role, tp_size, num_nics = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     lock = threading.Lock()
 
     def tell(event):
         with lock:
             print(json.dumps(event), flush=True)
 
-    node = PrefillNode(tp_size, tell) if role == "prefill" else DecodeNode(tp_size)
+    node = PrefillNode(tp_size, tell, num_nics) if role == "prefill" else DecodeNode(tp_size, num_nics=num_nics)
     tell({"event": "up", "address": node.engine.address.hex()})
     peer = None
     for line in sys.stdin:

@@ -29,8 +29,8 @@ from .messenger_node import DecodeNode
 class Child(ChildProcess):
     """A node in a process of its own."""
 
-    def __init__(self, role, tp_size=1):
-        super().__init__("messenger_node", role, str(tp_size))
+    def __init__(self, role, tp_size=1, num_nics=1):
+        super().__init__("messenger_node", role, str(tp_size), str(num_nics))
         self.address = bytes.fromhex(self.wait_for("up")["address"])
 
 
@@ -98,10 +98,19 @@ def test_a_reject_brings_its_reason_and_leaves_both_sides_usable(start):
     decode.check(decode.submit(peer, 1, 50), LONG)
 
 
-@pytest.fixture
-def halfway(start):
+@pytest.mark.parametrize(("prefill_nics", "decode_nics"), [(3, 3), (3, 1), (1, 2)])
+def test_pages_arrive_whole_over_several_nics(start, prefill_nics, decode_nics):
+    prefill, decode = start("prefill", 3, prefill_nics), start("here", 1, num_nics=decode_nics)
+    peer = decode.messenger.connect(prefill.address)
+    for handle in [decode.submit(peer, number, tokens) for number, tokens in enumerate((1, 100, 333))]:
+        decode.check(handle, LONG)
+    assert decode.canaries_intact()
+
+
+@pytest.fixture(params=[1, 3], ids=["one-nic", "three-nics"])
+def halfway(start, request):
     """A request of 200 tokens whose first chunk was sent, and no more will be."""
-    prefill, decode = start("prefill", 3), start("here", 1)
+    prefill, decode = start("prefill", 3, request.param), start("here", 1, num_nics=request.param)
     prefill.do(do="allow", chunks=1)
     peer = decode.messenger.connect(prefill.address)
     handle = decode.submit(peer, 0, 200)

@@ -54,9 +54,10 @@ def test_cached_tokens_are_not_sent(seed):
     sim.check_all()
 
 
-def test_a_full_engine_delays_and_loses_nothing(seed):
-    """Two transfers at a time: messages and writes queue for them."""
-    sim = Sim(seed, prefill_tp=3, options=EngineOptions(max_transfers=2))
+@pytest.mark.parametrize("fixed_seed", [None, 3682832834], ids=["random", "only-messages-in-flight"])
+def test_a_full_engine_delays_and_loses_nothing(seed, fixed_seed):
+    """Two transfers at a time: messages and writes queue for them. With the second seed messages had both of them."""
+    sim = Sim(fixed_seed or seed, prefill_tp=3, options=EngineOptions(max_transfers=2))
     for n in (9, 17, 3, 12):
         sim.submit(n)
     sim.run(lambda: all(fetch.handle.done() for fetch in sim.fetches))

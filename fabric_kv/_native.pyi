@@ -101,6 +101,7 @@ def open_engine(
     provider: str,
     groups: list[tuple[list[str], list[int]]],
     spin: bool,
+    nic_threads: bool,
     strict: bool,
     max_transfers: int,
     max_inbox_bytes: int,

@@ -16,6 +16,7 @@ from .errors import ConfigError
 __all__ = ["Bounds", "EngineOptions"]
 
 PROGRESS_MODES = ("adaptive", "spin")
+PROGRESS_THREADS = ("group", "nic")
 DISPATCH_MODES = ("thread", "manual")
 
 
@@ -26,6 +27,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     progress : {"adaptive", "spin"}
         ``adaptive`` spins while work is in flight, then yields, then sleeps; ``spin`` keeps a core busy for latency.
+    progress_threads : {"group", "nic"}
+        ``group``: one thread drives all NICs of a device group. ``nic``: in a group with several, each NIC's queue is
+        polled by a thread of its own beside that one, on the same ``cpus``. It pays where the provider moves the data
+        in software and there are idle cores for these threads.
     dispatch : {"thread", "manual"}
         Who turns events into callbacks and ended futures: a thread of the engine, or the user by ``Engine.poll()``, for
         example when ``Engine.fileno()`` is readable.
@@ -50,6 +55,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     progress: str = "adaptive"
+    progress_threads: str = "group"
     dispatch: str = "thread"
     strict: bool = True
     max_transfers: int = 16384
@@ -65,6 +71,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS_MODES:
             raise ConfigError(f"progress={self.progress!r} is not one of {PROGRESS_MODES}")
+        if self.progress_threads not in PROGRESS_THREADS:
+            raise ConfigError(f"progress_threads={self.progress_threads!r} is not one of {PROGRESS_THREADS}")
         if self.dispatch not in DISPATCH_MODES:
             raise ConfigError(f"dispatch={self.dispatch!r} is not one of {DISPATCH_MODES}")
         for name, low, high in (

@@ -93,7 +93,8 @@ class Engine:
     groups : sequence of sequence of str, optional
         Instead of ``nics``: the rails of each device group.
     cpus : sequence of sequence of int, optional
-        For each group the cpus that its progress thread is pinned to.
+        For each group the cpus that its threads are pinned to: the progress thread, and with
+        ``progress_threads="nic"`` those of its NICs, which share them.
     options : EngineOptions
 
     Raises
@@ -130,6 +131,7 @@ class Engine:
             provider=provider or "",
             groups=[(group, list(cpus[i]) if cpus else []) for i, group in enumerate(rails)],
             spin=options.progress == "spin",
+            nic_threads=options.progress_threads == "nic",
             strict=options.strict,
             max_transfers=options.max_transfers,
             max_inbox_bytes=options.max_inbox_bytes,

@@ -60,6 +60,7 @@ py::dict describe_group(Group& group) {
     py::dict d;
     d["rails"] = rails;
     d["cpus"] = group.options().cpus;
+    d["progress_threads"] = group.has_nic_threads() ? "nic" : "group";
     d["transfers_in_flight"] = group.sender().in_flight();
     d["max_transfers"] = group.options().max_transfers;
     d["counters_in_use"] = group.counters().num_in_use();

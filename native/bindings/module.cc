@@ -100,12 +100,13 @@ PYBIND11_MODULE(_native, m) {
     m.def(
         "open_engine",
         [](const std::string& provider,
-           const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin, bool strict,
-           std::size_t max_transfers, std::size_t max_inbox_bytes, std::uint32_t num_counters,
-           double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s, double stall_s,
-           std::uint64_t max_registration_bytes) {
+           const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin,
+           bool nic_threads, bool strict, std::size_t max_transfers, std::size_t max_inbox_bytes,
+           std::uint32_t num_counters, double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s,
+           double stall_s, std::uint64_t max_registration_bytes) {
             GroupOptions options;
             options.spin = spin;
+            options.nic_threads_from = nic_threads ? 2 : 0;  // one NIC gains nothing by it
             options.max_transfers = max_transfers;
             options.max_inbox_bytes = max_inbox_bytes;
             options.num_counters = num_counters;
@@ -122,9 +123,10 @@ PYBIND11_MODULE(_native, m) {
             }
             return py::make_tuple(std::move(opened.engine), opened.left_out);
         },
-        py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("strict"),
-        py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"), py::arg("heartbeat_interval_s"),
-        py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"), py::arg("max_registration_bytes"));
+        py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
+        py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
+        py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
+        py::arg("max_registration_bytes"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",

@@ -1,11 +1,9 @@
 #include "engine/group.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <array>
+
+#include "engine/thread.h"
 
 namespace fkv {
 namespace {
@@ -14,34 +12,31 @@ constexpr std::size_t kNumFrames = 64;       // message frames per rail and dire
 constexpr std::size_t kErrorsPerRound = 64;  // failed completions that are read before anything else has its turn
 constexpr std::int64_t kHousekeepingNs = 10 * kMillisecond;
 
-// The cpus as the kernel wants them. Throws Error(kConfig) for one that this process may not use.
-cpu_set_t checked_cpus(const std::vector<int>& cpus) {
-    cpu_set_t allowed, set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) CPU_ZERO(&allowed);
-    for (const int cpu : cpus) {
-        if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &allowed))
-            throw Error(ErrorKind::kConfig,
-                        "cpu " + std::to_string(cpu) +
-                            " is not among the cpus that this process may use (taskset, cgroup cpuset)");
-        CPU_SET(cpu, &set);
+// The NICs with a thread each, listed in `pollers`, where the options ask for it.
+std::vector<std::unique_ptr<Nic>> give_threads(std::vector<std::unique_ptr<Nic>> nics, const GroupOptions& options,
+                                               std::vector<PolledNic*>& pollers) {
+    if (options.nic_threads_from == 0 || nics.size() < options.nic_threads_from) return nics;
+    for (std::size_t k = 0; k < nics.size(); ++k) {
+        auto polled = std::make_unique<PolledNic>(
+            std::move(nics[k]),
+            PollerOptions{"fabric_kv-nic" + std::to_string(k), options.cpus, options.spin, options.max_brought});
+        pollers.push_back(polled.get());
+        nics[k] = std::move(polled);
     }
-    return set;
+    return nics;
 }
 
-// Pins and names the calling thread, and lets its naps end on time.
-void prepare_thread(const cpu_set_t& cpus) {
-    pthread_setname_np(pthread_self(), "fabric_kv");
-    // The default slack of 50 us would double our shortest naps: prctl(2).
-    prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
-    if (CPU_COUNT(&cpus) > 0) pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
-}
-
-std::vector<std::unique_ptr<Rail>> make_rails(std::uint32_t index, std::vector<std::unique_ptr<Nic>>& nics) {
+std::vector<std::unique_ptr<Rail>> make_rails(std::uint32_t index, std::vector<std::unique_ptr<Nic>> nics) {
     if (nics.empty()) throw Error(ErrorKind::kConfig, "group " + std::to_string(index) + " has no NIC");
     std::vector<std::unique_ptr<Rail>> rails;
     for (auto& nic : nics) rails.push_back(std::make_unique<Rail>(std::move(nic), kNumFrames));
     return rails;
+}
+
+std::vector<Nic*> nics_of(const std::vector<std::unique_ptr<Rail>>& rails) {
+    std::vector<Nic*> nics;
+    for (const auto& rail : rails) nics.push_back(&rail->nic());
+    return nics;
 }
 
 }  // namespace
@@ -51,17 +46,14 @@ Group::Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_pt
     : index_(index),
       options_(options),
       events_(events),
-      rails_(make_rails(index, nics)),
+      rails_(make_rails(index, give_threads(std::move(nics), options, pollers_))),
       heartbeat_(options.heartbeat),
       sender_(index, epoch, rails_, options.max_transfers, events),
       receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, events),
-      rest_(options.spin, rails_),
+      rest_(options.spin, nics_of(rails_)),
       submissions_(options.max_transfers),
       calls_(options.max_transfers) {
-    thread_ = std::thread([this, cpus = checked_cpus(options.cpus)] {
-        prepare_thread(cpus);
-        run();
-    });
+    thread_ = start_thread("fabric_kv", options.cpus, [this] { run(); });
 }
 
 Group::~Group() {
@@ -119,6 +111,7 @@ bool Group::round(std::int64_t now) {
     worked |= sender_.post(now);
     for (auto& rail : rails_) worked |= poll_rail(*rail, now);
     if (now >= next_housekeeping_ns_) housekeeping(now);
+    for (std::size_t k = 0; k < pollers_.size(); ++k) pollers_[k]->expect(rails_[k]->outstanding_ops != 0);
     return worked;
 }
 

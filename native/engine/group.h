@@ -1,6 +1,6 @@
 // The NICs of one GPU (or of the host) and the thread that drives them.
 //
-// Owns:     rails, counters, the progress thread and every transfer from submit() to its event.
+// Owns:     rails, counters, its threads and every transfer from submit() to its event.
 // Threads:  submit(), run_soon(), counters() and figures from any thread; the rest on the progress thread.
 // Blocking: close() only, for at most its drain time; afterwards no NIC touches caller memory.
 // Failure:  submit() answers false when max_transfers are in flight; everything else ends in an event.
@@ -16,6 +16,7 @@
 #include "base/queue.h"
 #include "engine/event.h"
 #include "engine/heartbeat.h"
+#include "engine/poller.h"
 #include "engine/rail.h"
 #include "engine/receiver.h"
 #include "engine/rest.h"
@@ -25,7 +26,10 @@ namespace fkv {
 
 struct GroupOptions {
     bool spin = false;      // never sleep
-    std::vector<int> cpus;  // the progress thread is pinned to these; empty: it is not pinned
+    std::vector<int> cpus;  // the group's threads are pinned to these; empty: they are not pinned
+    // So many NICs or more are polled by a thread each; 0: the progress thread polls all.
+    std::size_t nic_threads_from = 0;
+    std::size_t max_brought = 1024;  // completions that may wait between a NIC's thread and the progress thread
     std::size_t max_transfers = 16384;
     std::size_t max_inbox_bytes = std::size_t{64} << 20;
     std::uint64_t max_registration_bytes = ~std::uint64_t{0};  // larger regions consist of several registrations
@@ -61,6 +65,7 @@ class Group {
     const Receiver& receiver() const { return receiver_; }
     const Sender& sender() const { return sender_; }
     const Rest& rest() const { return rest_; }
+    bool has_nic_threads() const { return !pollers_.empty(); }
     std::uint64_t max_registration_bytes() const;
 
   private:
@@ -77,6 +82,7 @@ class Group {
     const std::uint32_t index_;
     const GroupOptions options_;
     EventQueue& events_;
+    std::vector<PolledNic*> pollers_;  // [rail], or none; the rails own them
     std::vector<std::unique_ptr<Rail>> rails_;
     Heartbeat heartbeat_;
     Sender sender_;

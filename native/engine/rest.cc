@@ -33,7 +33,7 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     if (idle_ns < (situation.outstanding ? kYieldOutstandingNs : kYieldNs)) return 0;
     std::int64_t timeout_ns;
     const bool descriptors =
-        std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->info().wait_fd; });
+        std::all_of(nics_.begin(), nics_.end(), [](const Nic* nic) { return nic->wait_fd() >= 0; });
     if (situation.queued)
         // At first soon: a queue that is full empties quickly, unless its peer is gone.
         timeout_ns = idle_ns < 10 * kMillisecond ? kRetryNs : kLongNapNs;
@@ -51,19 +51,19 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
 
 void Rest::yield() { std::this_thread::yield(); }
 
-bool Rest::collect() {
+bool Rest::collect(bool deaf) {
     fds_.clear();
     fds_.push_back({bell_.fd(), POLLIN, 0});
     // A descriptor that stays readable although there is nothing to read (libfabric 1.17's "net" does that) would turn
     // sleeping into spinning: after a few such wake-ups the clock alone decides.
-    if (idle_wakes_ > kMaxIdleWakes) return true;
-    for (auto& rail : rails_) {
-        if (!rail->info().wait_fd) continue;
-        if (!rail->nic().may_sleep()) {
+    if (deaf || idle_wakes_ > kMaxIdleWakes) return true;
+    for (auto* nic : nics_) {
+        if (nic->wait_fd() < 0) continue;
+        if (!nic->may_sleep()) {
             ++idle_wakes_;
             return false;
         }
-        fds_.push_back({rail->nic().wait_fd(), POLLIN, 0});
+        fds_.push_back({nic->wait_fd(), POLLIN, 0});
     }
     return true;
 }

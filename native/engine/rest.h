@@ -1,23 +1,23 @@
-// How the progress thread rests: it spins, then yields, then sleeps, sooner or later as an answer is due or not.
+// How a thread that drives NICs rests: it spins, then yields, then sleeps, sooner or later as an answer is due or not.
 //
-// Threads: rest() on the progress thread; wake() from any.
+// Threads: rest() on that thread; wake() from any.
 #pragma once
 
 #include <poll.h>
 
 #include <atomic>
-#include <memory>
 #include <vector>
 
 #include "base/event_fd.h"
-#include "engine/rail.h"
 #include "engine/stats.h"
+#include "fabric/nic.h"
 
 namespace fkv {
 
 class Rest {
   public:
-    Rest(bool spin, std::vector<std::unique_ptr<Rail>>& rails) : spin_(spin), rails_(rails) {}
+    // The NICs are those that the thread polls.
+    Rest(bool spin, std::vector<Nic*> nics) : spin_(spin), nics_(std::move(nics)) {}
 
     // What the thread knows after a round.
     struct Situation {
@@ -26,6 +26,7 @@ class Rest {
         bool queued;          // posts were refused and must be tried again
         bool watches;         // a word in memory may change without anybody telling us
         std::int64_t due_ns;  // when housekeeping is due; 0: it can wait
+        bool deaf = false;    // only wake() and the clock end the sleep: what the NICs have must wait
     };
     // May sleep. `calm` says, after the intention to sleep was published, whether there is still nothing to do.
     template <typename Calm>
@@ -33,7 +34,7 @@ class Rest {
         const auto timeout_ns = decide(situation, now);
         if (timeout_ns < 0) return;
         if (timeout_ns == 0) return yield();
-        if (!collect()) return;
+        if (!collect(situation.deaf)) return;
         // Pairs with wake(): whoever brings work fills a queue and then looks at the flag; we set the flag and then
         // look at the queues.
         sleeping_.store(true);
@@ -50,11 +51,11 @@ class Rest {
   private:
     std::int64_t decide(const Situation& situation, std::int64_t now);  // < 0: go on; 0: yield; else the longest sleep
     void yield();
-    bool collect();  // the descriptors to sleep on; false when a NIC must not be slept on right now
+    bool collect(bool deaf);  // the descriptors to sleep on; false when a NIC must not be slept on right now
     void sleep(std::int64_t timeout_ns);
 
     const bool spin_;
-    std::vector<std::unique_ptr<Rail>>& rails_;
+    const std::vector<Nic*> nics_;
     std::int64_t last_work_ns_ = 0;
     int idle_wakes_ = 0;  // by a NIC's descriptor, without finding work, since the last work
     std::vector<pollfd> fds_;

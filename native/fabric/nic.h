@@ -3,7 +3,9 @@
 // Implemented by ofi/ (libfabric) and by the fake fabric of the tests. The engine sees nothing else, so whatever
 // holds for this interface (the contract suite) holds for every provider.
 //
-// Threads:  post, poll and peer calls from the owner's progress thread only; register_memory() from any thread.
+// Threads:  posts, peer calls and last_post_error() from one thread; poll(), read_error() and may_sleep() from one
+//           thread, too, which may be another, at the same time; register_memory() from any. close_endpoint() while
+//           neither is at it.
 // Blocking: no call blocks; a full queue is kAgain.
 // Failure:  set-up calls throw Error; posts return a PostResult; completions that failed are read with read_error().
 #pragma once
@@ -152,7 +154,7 @@ class Nic {
     virtual int poll(std::span<Completion> out) = 0;
     virtual bool read_error(FailedCompletion& out) = 0;
 
-    // Where info().wait_fd: the descriptor, and whether it is safe to sleep on it right now (fi_trywait(3)).
+    // The descriptor to sleep on, -1 if there is none, and whether that is safe right now (fi_trywait(3)).
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
 };

@@ -63,6 +63,7 @@ class FakeNic final : public Nic {
 
   private:
     class Use;
+    enum : unsigned { kPosting = 1, kPolling = 2 };
     NicState& state() { return world_->nics[id_]; }
     PostResult refuse(const char* op, int fi_errno, const std::string& why, bool misuse);
     PostResult post(Op op, PeerAddress peer, std::span<const WritePart> parts);
@@ -75,24 +76,23 @@ class FakeNic final : public Nic {
     NicInfo info_;
     int wait_fd_ = -1;
     OpError post_error_;
-    std::atomic<bool> in_use_{false};
+    std::atomic<unsigned> in_use_{0};  // kPosting, kPolling
 };
 
-// Locks the world and notices a second thread inside a NIC, which belongs to one.
+// Locks the world and notices a second thread that posts, or that polls: one may do the one while another does the
+// other.
 class FakeNic::Use {
   public:
-    explicit Use(FakeNic& nic) : nic_(nic), alone_(!nic.in_use_.exchange(true)), lock_(nic.world_->mutex) {
-        if (!alone_) nic_.world_->misused(nic_.state(), "used by two threads at once");
+    Use(FakeNic& nic, unsigned what) : nic_(nic), taken_(what & ~nic.in_use_.fetch_or(what)), lock_(nic.world_->mutex) {
+        if (taken_ != what) nic_.world_->misused(nic_.state(), "used by two threads at once");
     }
-    ~Use() {
-        if (alone_) nic_.in_use_ = false;
-    }
+    ~Use() { nic_.in_use_ &= ~taken_; }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
 
   private:
     FakeNic& nic_;
-    bool alone_;
+    const unsigned taken_;
     std::lock_guard<std::mutex> lock_;
 };
 
@@ -105,7 +105,7 @@ FakeNic::~FakeNic() {
 }
 
 void FakeNic::close_endpoint() {
-    const Use use(*this);
+    const Use use(*this, kPosting | kPolling);
     world_->close_endpoint(state());
 }
 
@@ -143,7 +143,7 @@ std::unique_ptr<MemoryHandle> FakeNic::register_memory(void* base, std::uint64_t
 }
 
 PeerAddress FakeNic::insert_peer(std::span<const std::byte> address) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     auto& nic = state();
     auto refuse_with = [&](int fi_errno, const std::string& why) {
         auto error = world_->error_of(nic, "fi_av_insert", fi_errno, why);
@@ -163,7 +163,7 @@ PeerAddress FakeNic::insert_peer(std::span<const std::byte> address) {
 }
 
 void FakeNic::remove_peer(PeerAddress peer) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     auto& peers = state().peers;
     if (peer >= peers.size() || peers[peer] == kAnyNic)
         world_->misused(state(), "removed a peer that is not in the address table");
@@ -246,7 +246,7 @@ PostResult FakeNic::post(Op op, PeerAddress peer, std::span<const WritePart> par
 }
 
 PostResult FakeNic::post_write(const WriteOp& op) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     Op posted{};
     const auto dst = op.parts.empty() ? 0 : op.parts.front().dst;
     posted.view = {0, OpKind::kWrite, 0, 0, op.nbytes(), dst, op.has_imm, op.has_imm ? op.imm : 0};
@@ -256,7 +256,7 @@ PostResult FakeNic::post_write(const WriteOp& op) {
 }
 
 PostResult FakeNic::post_read(const ReadOp& op) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     Op posted{};
     posted.view = {0, OpKind::kRead, 0, 0, op.nbytes, op.src, false, 0};
     posted.local = static_cast<std::byte*>(op.dst);
@@ -267,7 +267,7 @@ PostResult FakeNic::post_read(const ReadOp& op) {
 }
 
 PostResult FakeNic::post_send(const MessageOp& op) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     Op posted{};
     posted.view = {0, OpKind::kSend, 0, 0, op.nbytes, 0, false, 0};
     posted.context = op.context;
@@ -276,7 +276,7 @@ PostResult FakeNic::post_send(const MessageOp& op) {
 }
 
 PostResult FakeNic::post_recv(const MessageOp& op) {
-    const Use use(*this);
+    const Use use(*this, kPosting);
     auto& nic = state();
     if (!op.context) return refuse("recv", EINVAL, "no context", true);
     if (nic.gone) return refuse("recv", ENODEV, "this NIC was killed or closed", nic.closed);
@@ -301,7 +301,7 @@ void FakeNic::read(const Entry& entry, OpContext* context) {
 }
 
 int FakeNic::poll(std::span<Completion> out) {
-    const Use use(*this);
+    const Use use(*this, kPolling);
     auto& nic = state();
     if (nic.frozen) return 0;
     if (nic.storm) --nic.storm;
@@ -319,7 +319,7 @@ int FakeNic::poll(std::span<Completion> out) {
 }
 
 bool FakeNic::read_error(FailedCompletion& out) {
-    const Use use(*this);
+    const Use use(*this, kPolling);
     auto& nic = state();
     if (nic.frozen || nic.cq.empty() || !nic.cq.front().failed) return false;
     const auto entry = std::move(nic.cq.front());
@@ -330,7 +330,7 @@ bool FakeNic::read_error(FailedCompletion& out) {
 }
 
 bool FakeNic::may_sleep() {
-    const Use use(*this);
+    const Use use(*this, kPolling);
     auto& nic = state();
     if (nic.bell) nic.bell->clear();
     return world_->may_sleep(nic);

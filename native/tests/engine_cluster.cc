@@ -1,6 +1,7 @@
 #include "engine_cluster.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <thread>
 
@@ -9,7 +10,17 @@ namespace {
 
 std::byte message_byte(std::uint64_t id, std::uint64_t offset) { return static_cast<std::byte>(id * 37 + offset * 11); }
 
+// Half of the nodes have little room for what it brings.
+GroupOptions with_nic_threads(GroupOptions options, bool little_room) {
+    if (!nic_threads()) return options;
+    options.nic_threads_from = 1;
+    if (little_room) options.max_brought = 2;
+    return options;
+}
+
 }  // namespace
+
+bool nic_threads() { return std::getenv("FABRIC_KV_NIC_THREADS") != nullptr; }
 
 Node::Node(fake::FakeFabric& fabric, std::uint32_t process, const NodeShape& shape)
     : memory(shape.memory_bytes, kCanary) {
@@ -25,7 +36,8 @@ Node::Node(fake::FakeFabric& fabric, std::uint32_t process, const NodeShape& sha
             nics.back().push_back(fake::FakeFabric::id_of(*opened.back().back()));
         }
     }
-    const std::vector<GroupOptions> options(shape.rails.size(), shape.options);
+    const std::vector<GroupOptions> options(shape.rails.size(),
+                                            with_nic_threads(shape.options, (fabric.seed() + process) % 2 == 0));
     engine = std::make_unique<Engine>(std::move(opened), options);
     for (std::uint32_t group = 0; group < shape.rails.size(); ++group) {
         regions.push_back(engine->register_region(memory.data(), memory.size(), group));

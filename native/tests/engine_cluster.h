@@ -5,6 +5,7 @@
 //     const auto id = a.write(b, 0, 0, 4096, b.counter(0, 64));
 //     ASSERT_TRUE(cluster.wait([&] { return a.ended(id); })) << cluster.where();
 //
+// With FABRIC_KV_NIC_THREADS in the environment every NIC is polled by a thread of its own; ctest runs both.
 // Whatever ends twice, and every misuse that the fabric has noticed, fails the test.
 #pragma once
 
@@ -23,6 +24,8 @@
 namespace fkv::test {
 
 constexpr std::byte kCanary{0xc5};
+
+bool nic_threads();  // whether FABRIC_KV_NIC_THREADS is set
 
 struct NodeShape {
     std::vector<std::size_t> rails{1};  // NICs of each group

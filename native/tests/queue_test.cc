@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <memory>
 #include <set>
 #include <thread>
 
+#include "base/ring.h"
 #include "engine/event.h"
 
 namespace fkv {
@@ -40,6 +42,52 @@ TEST(Queue, a_closed_queue_takes_nothing_and_gives_what_it_has) {
     std::vector<int> out;
     queue.pop_all(out);
     EXPECT_EQ(out, std::vector<int>{1});
+}
+
+TEST(Ring, has_room_for_what_it_was_made_for_and_keeps_the_order) {
+    Ring<int> ring(3);
+    ASSERT_EQ(ring.capacity(), 4u);
+    int next = 0, expected = 0;
+    for (int round = 0; round < 5; ++round) {
+        while (!ring.full()) ring.push(next++);
+        EXPECT_EQ(ring.room(), 0u);
+        for (int i = 0; i < 3; ++i) {
+            EXPECT_EQ(ring.front(), expected);
+            EXPECT_EQ(ring.pop(), expected++);
+        }
+        EXPECT_EQ(ring.room(), 3u);
+        EXPECT_FALSE(ring.empty());
+    }
+    while (!ring.empty()) EXPECT_EQ(ring.pop(), expected++);
+    EXPECT_EQ(expected, next);
+    EXPECT_EQ(ring.room(), 4u);
+}
+
+TEST(Ring, keeps_nothing_of_what_was_taken) {
+    auto item = std::make_shared<int>(1);
+    Ring<std::shared_ptr<int>> ring(2);
+    ring.push(item);
+    EXPECT_EQ(ring.pop(), item);
+    EXPECT_EQ(item.use_count(), 1);
+}
+
+TEST(Ring, hands_everything_over_once_and_in_order) {
+    constexpr int kCount = 200'000;
+    Ring<std::unique_ptr<int>> ring(8);
+    std::thread producer([&] {
+        for (int i = 0; i < kCount;) {
+            if (ring.full()) std::this_thread::yield();
+            for (auto room = ring.room(); room > 0 && i < kCount; --room) ring.push(std::make_unique<int>(i++));
+        }
+    });
+    int wrong = 0;
+    for (int i = 0; i < kCount; ++i) {
+        while (ring.empty()) std::this_thread::yield();
+        wrong += *ring.pop() != i;
+    }
+    producer.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_TRUE(ring.empty());
 }
 
 // Every push that was answered with true comes out, also when the queue is closed in the middle of it.

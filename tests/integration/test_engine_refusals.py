@@ -402,6 +402,7 @@ def test_arguments_that_contradict_each_other(arguments: dict[str, Any], words: 
     ("options", "words"),
     [
         ({"progress": "lazy"}, "progress='lazy'"),
+        ({"progress_threads": "many"}, "progress_threads='many'"),
         ({"dispatch": "never"}, "dispatch='never'"),
         ({"max_transfers": 0}, r"max_transfers=0 .*\[1, 1048576\]"),
         ({"heartbeat_interval_s": 0.0}, "heartbeat_interval_s=0.0"),

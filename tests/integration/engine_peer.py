@@ -320,9 +320,8 @@ class PeerProcess:
         self.close()
 
 
-def main() -> None:
+def serve(pipe: Connection, node: Node) -> None:
     """Obey commands until the other end is gone."""
-    pipe, node = Connection(int(sys.argv[1])), Node()
     while True:
         try:
             command, args, kwargs = pipe.recv()
@@ -339,4 +338,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Connection(int(sys.argv[1])), Node())

@@ -42,6 +42,7 @@ MODES = ("spin", "adaptive")
 
 # Issue 5's: engine over floor, at least; for latency at most, and only for a spinning engine.
 TARGET_PAGES = 0.95
+NOT_TIGHT = 1.05
 TARGET_CONTIGUOUS = 3.0  # contiguous pages of 4 KiB over the floor's random ones
 TARGET_LATENCY = 1.3
 TARGET_MILLION_US = 1000.0 + 2000.0  # returns in 1 ms after validation, which may take 2 ns a page
@@ -121,20 +122,25 @@ def verdict(good: bool) -> str:
     return "hit" if good else "**missed**"
 
 
+def verdict_of_ratio(ratio: float) -> str:
+    """Nobody beats the transport: where the engine seems to, the floor is to be doubted."""
+    return "floor not tight" if ratio > NOT_TIGHT else verdict(ratio >= TARGET_PAGES)
+
+
 def rows_of_pages(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     floors = {
         (r["provider"], r["page_bytes"]): r["floor_pages_per_s"]["median"] for r in results if r["pattern"] == "random"
     }
     for r in results:
         places, window, inject = r["form"].split()
-        target, good = "≥ 0.95", r["ratio"]["median"] >= TARGET_PAGES
+        target, outcome = "≥ 0.95", verdict_of_ratio(r["ratio"]["median"])
         engine = r["engine_pages_per_s"]["median"]
         random_floor = floors.get((r["provider"], r["page_bytes"]))
         if r["pattern"] == "contiguous":
-            target, good = "–", True
+            target, outcome = "–", "–"
             if r["page_bytes"] == 4 * KIB and random_floor:
                 factor = engine / random_floor
-                target, good = f"{factor:.1f}× random, ≥ 3×", factor >= TARGET_CONTIGUOUS
+                target, outcome = f"{factor:.1f}× random, ≥ 3×", verdict(factor >= TARGET_CONTIGUOUS)
         yield [
             r["provider"],
             size_text(r["page_bytes"]),
@@ -146,7 +152,7 @@ def rows_of_pages(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             f"{engine * r['page_bytes'] / 1e9:.2f}",
             range_text(r["ratio"]),
             target,
-            verdict(good) if target != "–" else "–",
+            outcome,
         ]
 
 

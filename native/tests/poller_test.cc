@@ -88,7 +88,7 @@ class ScriptedNic final : public Nic {
 
 class Poller : public ::testing::Test {
   protected:
-    void open(PollerOptions options = {}) {
+    void open(const PollerOptions& options = {}) {
         nic = std::make_unique<PolledNic>(std::make_unique<ScriptedNic>(state), options);
     }
     // Takes what is there, all of it numbered one after the other.

@@ -50,6 +50,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
     max_registration_bytes : int
         Larger regions consist of several registrations; for NICs with a limit on one.
+    max_peer_registrations : int
+        Pairs of a region and a peer for which ``MemoryRegion.remote_for`` registers memory once more; one more raises
+        WouldBlockError. Each costs a registration on every NIC of the region's group.
     num_counters : int
         Completion-counter slots per device group; at most 131071 (17 bits, one reserved).
     """
@@ -66,6 +69,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     stall_s: float = 5.0
     max_registration_bytes: int = 2**63 - 1
+    max_peer_registrations: int = 4096
     num_counters: int = 65536
 
     def __post_init__(self) -> None:
@@ -84,6 +88,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("connect_s", 0.001, 3600.0),
             ("stall_s", 0.01, 3600.0),
             ("max_registration_bytes", 4096, 2**63 - 1),
+            ("max_peer_registrations", 0, 1 << 20),
             ("num_counters", 1, (1 << 17) - 1),
         ):
             value = getattr(self, name)

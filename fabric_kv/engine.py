@@ -28,9 +28,9 @@ from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .futures import Completion
 from .prepared import Prepared, PreparedPiece, Watch
-from .regions import CounterToken, EngineAddress, RemoteRegion
+from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .submission import PageList, check_deadline, check_token, encode_pieces
-from .transfers import Counter, MemoryRegion, PagePiece, Peer, Stall, Transfer
+from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,6 +77,11 @@ def _load_native() -> ModuleType:
             "(needs libfabric's headers: apt-get install libfabric-dev)"
         ) from error
     return _native
+
+
+def _to_remote(keys: _native._Keys) -> RemoteRegion:
+    epoch, group, nbytes, ends, rails = keys
+    return RemoteRegion(epoch, group, nbytes, tuple(ends), tuple(tuple(rail) for rail in rails))
 
 
 class Engine:
@@ -141,12 +146,15 @@ class Engine:
             connect_s=options.connect_s,
             stall_s=options.stall_s,
             max_registration_bytes=options.max_registration_bytes,
+            max_peer_registrations=options.max_peer_registrations,
         )
         for why in self._left_out:
             _log.warning("started without a NIC: %s", why)
         self.options = options
-        epoch, addresses = self._native.address()
-        self._address = EngineAddress(epoch, tuple(tuple(group) for group in addresses))
+        epoch, addresses, process = self._native.address()
+        self._address = EngineAddress(
+            epoch, tuple(tuple(group) for group in addresses), process and ProcessIdentity(*process)
+        )
         self._dispatcher = Dispatcher(self._native, options)
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
         _engines.add(self)
@@ -260,9 +268,7 @@ class Engine:
                 provider=provider,
             )
         native = self._native.register_region(found.address, found.nbytes, group)
-        epoch, index, nbytes, ends, keys = self._native.describe_region(native)
-        remote = RemoteRegion(epoch, index, nbytes, tuple(ends), tuple(tuple(rail) for rail in keys))
-        return MemoryRegion(self, native, found.owner, remote)
+        return MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -284,13 +290,47 @@ class Engine:
         parsed = EngineAddress.from_bytes(address)
         if parsed.epoch == self.epoch and monitor:
             raise ConfigError("an engine cannot monitor itself")
-        native = self._native.add_peer(parsed.epoch, [list(group) for group in parsed.groups], monitor)
+        process = None
+        if (theirs := parsed.process) is not None:
+            process = (theirs.host, theirs.pid, theirs.start_ticks)
+        native = self._native.add_peer(parsed.epoch, [list(group) for group in parsed.groups], process, monitor)
         return Peer(native, parsed.epoch)
 
     def remove_peer(self, peer: Peer) -> None:
         """Forget a peer: no new transfer to it is taken, and it is no longer monitored."""
         self._native.remove_peer(peer._native)
         self._dispatcher.forget(peer.epoch)
+
+    def fence(self, peer: Peer, *, timeout_s: float = 1.0) -> Fence:
+        """Remove a peer and look for proof that nothing it has posted can land in our memory any more.
+
+        What it was given by :meth:`MemoryRegion.remote_for` is closed in any case. Only if the result is ``proven`` may
+        its pages be used for anything else: otherwise they stay poisoned until a later fence is proven, or the engine
+        is closed. Fencing a peer again is fine, also after :meth:`remove_peer`.
+
+        By what means depends on the provider, see "Fences" in docs/engine.md: where the NIC checks keys, the closed
+        registrations prove it for the memory that the peer knows by :meth:`~MemoryRegion.remote_for` *only*; over
+        shared memory the peer's process must have exited; over TCP there is no proof.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait for that, in seconds; the call takes no longer but for closing the registrations.
+
+        Raises
+        ------
+        ConfigError
+            If the peer is another engine's, or ``timeout_s`` is out of range. Nothing has changed.
+        ClosedError
+            If the engine is closed, or closes meanwhile: then no memory of ours is touched any more.
+        """
+        if not 0 <= timeout_s <= 3600:
+            raise ConfigError(f"timeout_s={timeout_s} must lie in [0, 3600]")
+        fence = Fence(*self._native.fence(peer._native, timeout_s))
+        self._dispatcher.forget(peer.epoch)
+        if not fence.proven:
+            _log.warning("peer %s cannot be fenced: %s", peer.epoch.hex()[:8], fence.why)
+        return fence
 
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
@@ -697,6 +737,9 @@ class Engine:
     def _deregister(self, region: MemoryRegion) -> None:
         self._native.deregister(region._native)
         region._owner = None
+
+    def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        return _to_remote(self._native.share_region(region._native, peer._native))
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         if not 0 <= expected_units < 2**57:

@@ -21,7 +21,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from . import _native
 
-__all__ = ["CounterToken", "EngineAddress", "RemoteRegion"]
+__all__ = ["CounterToken", "EngineAddress", "ProcessIdentity", "RemoteRegion"]
 
 Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U17 = Annotated[int, Meta(ge=0, lt=2**17 - 1)]
@@ -112,6 +112,23 @@ class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """Which process an engine lives in, so that others on its host can see it end.
+
+    Attributes
+    ----------
+    host : bytes, 16
+        The machine since it was last started, and the pid namespace; ``pid`` means something only there.
+    pid : int
+    start_ticks : int
+        When the process began, in clock ticks after the machine: proc_pid_stat(5), field 22.
+    """
+
+    host: Epoch
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    start_ticks: U63
+
+
 class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where an engine can be reached, and which life of it.
 
@@ -120,10 +137,12 @@ class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
     epoch : bytes, 16
     groups : tuple of tuple of bytes
         ``groups[g][k]`` is the libfabric address (fi_getname(3)) of rail k of device group g.
+    process : ProcessIdentity, optional
+        None where the system does not tell; such an engine cannot be fenced by its process's exit.
     """
 
     MAGIC: ClassVar[bytes] = b"FKVA"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     MAX_BYTES: ClassVar[int] = 1 << 20
 
     epoch: Epoch
@@ -137,6 +156,7 @@ class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
         ],
         Meta(min_length=1, max_length=MAX_GROUPS),
     ]
+    process: ProcessIdentity | None = None
 
     def to_bytes(self) -> bytes:
         """Versioned bytes for the peer."""

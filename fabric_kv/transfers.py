@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .submission import PageList
 
-__all__ = ["Counter", "MemoryRegion", "PagePiece", "Peer", "Stall", "Transfer"]
+__all__ = ["Counter", "Fence", "MemoryRegion", "PagePiece", "Peer", "Stall", "Transfer"]
 
 # How long a wait without a timeout goes on when the transfer may post no more.
 _DRAIN_S = 5.0
@@ -50,10 +50,24 @@ class Peer:
         return f"Peer({self.epoch.hex()[:8]})"
 
 
+class Fence(NamedTuple):
+    """What :meth:`Engine.fence` has found out."""
+
+    #: Nothing that the peer has posted can land any more, in the memory that ``means`` covers.
+    proven: bool
+    #: What was looked at. ``registrations``: the keys of :meth:`MemoryRegion.remote_for`, closed, which covers what was
+    #: given to the peer by these and nothing else. ``exit``: the end of its process, which covers everything. ``none``:
+    #: the provider has neither.
+    means: str
+    #: The reason, in words.
+    why: str
+
+
 class MemoryRegion:
     """Registered memory of this process; peers may write into it once they have :attr:`remote`.
 
-    It holds a reference to the buffer. Made by :meth:`Engine.register`; a context manager that deregisters.
+    :meth:`remote_for` is the same for one peer alone. It holds a reference to the buffer. Made by
+    :meth:`Engine.register`; a context manager that deregisters.
     """
 
     def __init__(self, engine: Engine, native: _native.Region, owner: object, remote: RemoteRegion) -> None:
@@ -71,6 +85,29 @@ class MemoryRegion:
     def remote(self) -> RemoteRegion:
         """What a peer needs to write here."""
         return self._remote
+
+    def remote_for(self, peer: Peer) -> RemoteRegion:
+        """Like :attr:`remote`, with keys for this peer alone, which :meth:`Engine.fence` can take back.
+
+        At the first call for a peer the memory is registered again on every NIC of the group, which takes as long as
+        :meth:`Engine.register`; later calls give the same. The registration is closed with the region, by the fence, or
+        with the engine.
+
+        Where the NIC checks keys (``describe()``'s ``nic_checks_keys``) it takes no more from that peer from then on.
+        It does if the peer has also been given :attr:`remote`, or the keys of another peer.
+
+        Raises
+        ------
+        WouldBlockError
+            If there are ``options.max_peer_registrations`` of them. Nothing has been registered.
+        RegistrationError
+            If a NIC refuses.
+        ConfigError
+            If the peer is another engine's.
+        ClosedError
+            If the peer was removed, or the region or the engine is closed.
+        """
+        return self._engine._share(self, peer)
 
     def close(self) -> None:
         """Deregister; peers can no longer reach the memory, where the provider checks keys.

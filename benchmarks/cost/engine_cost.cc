@@ -24,6 +24,7 @@ using namespace fkv;
 
 class NullMemory final : public MemoryHandle {
   public:
+    bool close() override { return true; }
     std::uint64_t remote_base() const override { return 0; }
     std::uint64_t rkey() const override { return 1; }
     void* local_desc() const override { return nullptr; }

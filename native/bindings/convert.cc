@@ -38,6 +38,32 @@ Epoch to_epoch(std::string_view text) {
     return epoch;
 }
 
+// Where the host's id is not 16 bytes long, nobody runs there: the process counts as unknown.
+std::optional<ProcessId> to_process(const py::object& process) {
+    if (process.is_none()) return {};
+    const auto t = process.cast<py::tuple>();
+    const auto host = t[0].cast<std::string_view>();
+    ProcessId id{.pid = t[1].cast<std::int64_t>(), .start_ticks = t[2].cast<std::uint64_t>()};
+    if (host.size() != id.host.size()) return {};
+    std::memcpy(id.host.data(), host.data(), host.size());
+    return id;
+}
+
+py::object to_object(const std::optional<ProcessId>& process) {
+    if (!process) return py::none();
+    return py::make_tuple(to_bytes(process->host), process->pid, process->start_ticks);
+}
+
+py::tuple to_tuple(const RemoteRegion& remote) {
+    py::list rails;
+    for (const auto& rail : remote.rails) {
+        py::list segments;
+        for (const auto& segment : rail) segments.append(py::make_tuple(segment.base, segment.rkey));
+        rails.append(segments);
+    }
+    return py::make_tuple(to_bytes(remote.epoch), remote.group, remote.nbytes, remote.segments.ends(), rails);
+}
+
 // The one place where native error kinds become exceptions of fabric_kv.errors.
 void raise_as_python(const Error& error) {
     static constexpr const char* kNames[] = {"ConfigError",          "FabricError",     "RegistrationError",

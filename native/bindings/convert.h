@@ -26,6 +26,9 @@ Epoch to_epoch(std::string_view text);
 Engine::Prepared to_prepared(std::shared_ptr<Peer> peer, const pybind11::list& pieces);
 Pages to_pages(const pybind11::array& array);
 Engine::PageLists to_page_lists(const pybind11::list& lists);
+std::optional<ProcessId> to_process(const pybind11::object& process);
+pybind11::object to_object(const std::optional<ProcessId>& process);
+pybind11::tuple to_tuple(const RemoteRegion& remote);
 CounterToken to_token(const pybind11::tuple& t);
 pybind11::tuple to_tuple(const Event& event);
 

@@ -35,6 +35,8 @@ py::dict describe_rail(Rail& rail) {
     d["ordered_writes"] = info.ordered_writes;
     d["imm_uses_recv"] = info.imm_uses_recv;
     d["wait_fd"] = info.wait_fd;
+    d["nic_checks_keys"] = info.nic_checks_keys;
+    d["shared_memory"] = info.shared_memory;
     d["ops"] = stats.ops.get();
     d["bytes"] = stats.bytes.get();
     d["completions"] = stats.completions.get();

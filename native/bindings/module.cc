@@ -23,7 +23,7 @@ struct GroupConfig {
 
 // Opens every group's NICs through libfabric. With strict off, NICs that fail to open are left out and listed.
 OpenedEngine open_engine(const std::string& provider, const std::vector<GroupConfig>& configs, GroupOptions options,
-                         bool strict) {
+                         bool strict, std::size_t max_peer_registrations) {
     std::vector<std::string> left_out;
     std::vector<std::vector<std::unique_ptr<Nic>>> nics;
     std::vector<GroupOptions> group_options;
@@ -33,7 +33,7 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
         options.cpus = config.cpus;
         group_options.push_back(options);
     }
-    return {EnginePtr(new Engine(std::move(nics), group_options)), left_out};
+    return {EnginePtr(new Engine(std::move(nics), group_options, max_peer_registrations)), left_out};
 }
 
 std::int64_t deadline_after(double seconds) {
@@ -103,7 +103,7 @@ PYBIND11_MODULE(_native, m) {
            const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin,
            bool nic_threads, bool strict, std::size_t max_transfers, std::size_t max_inbox_bytes,
            std::uint32_t num_counters, double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s,
-           double stall_s, std::uint64_t max_registration_bytes) {
+           double stall_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations) {
             GroupOptions options;
             options.spin = spin;
             options.nic_threads_from = nic_threads ? 2 : 0;  // one NIC gains nothing by it
@@ -119,14 +119,14 @@ PYBIND11_MODULE(_native, m) {
             OpenedEngine opened;
             {
                 py::gil_scoped_release release;
-                opened = open_engine(provider, configs, options, strict);
+                opened = open_engine(provider, configs, options, strict, max_peer_registrations);
             }
             return py::make_tuple(std::move(opened.engine), opened.left_out);
         },
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
         py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
         py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
-        py::arg("max_registration_bytes"));
+        py::arg("max_registration_bytes"), py::arg("max_peer_registrations"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",
@@ -137,7 +137,7 @@ PYBIND11_MODULE(_native, m) {
                      for (const auto& rail : rails) list.append(to_bytes(rail));
                      groups.append(list);
                  }
-                 return py::make_tuple(to_bytes(e.address().epoch), groups);
+                 return py::make_tuple(to_bytes(e.address().epoch), groups, to_object(e.address().process));
              })
         .def(
             "register_region",
@@ -147,20 +147,20 @@ PYBIND11_MODULE(_native, m) {
             py::call_guard<py::gil_scoped_release>())
         .def("deregister", &Engine::deregister, py::call_guard<py::gil_scoped_release>())
         .def("describe_region",
-             [](const Engine& e, const Region& region) {
-                 const auto remote = e.describe_region(region);
-                 py::list rails;
-                 for (const auto& rail : remote.rails) {
-                     py::list segments;
-                     for (const auto& segment : rail) segments.append(py::make_tuple(segment.base, segment.rkey));
-                     rails.append(segments);
+             [](const Engine& e, const Region& region) { return to_tuple(e.describe_region(region)); })
+        .def("share_region",
+             [](Engine& e, const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer) {
+                 RemoteRegion remote;
+                 {
+                     py::gil_scoped_release release;
+                     remote = e.share_region(region, peer);
                  }
-                 return py::make_tuple(to_bytes(remote.epoch), remote.group, remote.nbytes, remote.segments.ends(),
-                                       rails);
+                 return to_tuple(remote);
              })
         .def("add_peer",
-             [](Engine& e, std::string_view epoch, const std::vector<std::vector<py::bytes>>& groups, bool monitor) {
-                 EngineAddress address{to_epoch(epoch), {}};
+             [](Engine& e, std::string_view epoch, const std::vector<std::vector<py::bytes>>& groups,
+                const py::object& process, bool monitor) {
+                 EngineAddress address{to_epoch(epoch), {}, to_process(process)};
                  for (const auto& rails : groups) {
                      std::vector<std::vector<std::byte>> list;
                      for (const auto& rail : rails) list.push_back(from_bytes(rail));
@@ -169,6 +169,16 @@ PYBIND11_MODULE(_native, m) {
                  return e.add_peer(address, monitor);
              })
         .def("remove_peer", &Engine::remove_peer)
+        .def("fence",
+             [](Engine& e, const std::shared_ptr<Peer>& peer, double timeout_s) {
+                 Fence fence;
+                 {
+                     py::gil_scoped_release release;
+                     fence = e.fence(peer, static_cast<std::int64_t>(timeout_s * kSecond));
+                 }
+                 static constexpr const char* kMeans[] = {"none", "registrations", "exit"};
+                 return py::make_tuple(fence.proven, kMeans[fence.means], fence.why);
+             })
         .def("submit_pages",
              [](Engine& e, bool read, const std::vector<py::tuple>& submissions, double deadline_s) {
                  std::vector<Engine::Submission> native;
@@ -245,7 +255,11 @@ PYBIND11_MODULE(_native, m) {
         .def("describe",
              [](Engine& e) {
                  py::list groups;
-                 for (std::uint32_t i = 0; i < e.num_groups(); ++i) groups.append(describe_group(e.group(i)));
+                 for (std::uint32_t i = 0; i < e.num_groups(); ++i) {
+                     auto group = describe_group(e.group(i));
+                     group["peer_registrations"] = e.num_shares(i);
+                     groups.append(group);
+                 }
                  return groups;
              })
         .def(

@@ -18,10 +18,13 @@ Epoch random_epoch() {
 
 }  // namespace
 
-Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options) {
+Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options,
+               std::size_t max_peer_registrations)
+    : max_peer_registrations_(max_peer_registrations), share_counts_(std::make_shared<ShareCounts>(nics.size())) {
     if (nics.empty() || nics.size() != options.size())
         throw Error(ErrorKind::kConfig, "an engine needs at least one group, and options for each");
     address_.epoch = random_epoch();
+    address_.process = this_process();
     for (std::uint32_t i = 0; i < nics.size(); ++i) {
         std::vector<std::vector<std::byte>> rails;
         for (const auto& nic : nics[i]) rails.push_back(nic->address());
@@ -58,19 +61,25 @@ std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes
     region->nbytes = nbytes;
     region->group = index;
     region->segments = Segments::of(nbytes, owner.max_registration_bytes());
-    // A failure drops the registrations already made with `region`.
-    for (auto& rail : owner.rails()) {
-        auto& handles = region->rails.emplace_back();
-        std::uint64_t begin = 0;
-        for (const auto end : region->segments.ends()) {
-            handles.push_back(rail->nic().register_memory(region->base + begin, end - begin));
-            begin = end;
-        }
-    }
+    region->rails = register_on_rails(*region);
     std::lock_guard lock(mutex_);
     std::erase_if(regions_, [](const auto& weak) { return weak.expired(); });
     regions_.push_back(region);
     return region;
+}
+
+// A failure drops the registrations already made.
+Registrations Engine::register_on_rails(const Region& region) {
+    Registrations rails;
+    for (auto& rail : group(region.group).rails()) {
+        auto& handles = rails.emplace_back();
+        std::uint64_t begin = 0;
+        for (const auto end : region.segments.ends()) {
+            handles.push_back(rail->nic().register_memory(region.base + begin, end - begin));
+            begin = end;
+        }
+    }
+    return rails;
 }
 
 void Engine::deregister(const std::shared_ptr<Region>& region) {
@@ -82,16 +91,12 @@ void Engine::deregister(const std::shared_ptr<Region>& region) {
                                             std::to_string(uses) + " part(s) of transfers in flight");
     std::lock_guard lock(mutex_);
     region->rails.clear();
+    region->shares.clear();
 }
 
 RemoteRegion Engine::describe_region(const Region& region) const {
-    RemoteRegion remote{address_.epoch, region.group, region.nbytes, region.segments, {}};
     std::lock_guard lock(mutex_);
-    for (const auto& rail : region.rails) {
-        auto& segments = remote.rails.emplace_back();
-        for (const auto& handle : rail) segments.push_back({handle->remote_base(), handle->rkey()});
-    }
-    return remote;
+    return describe_registrations(region, region.rails);
 }
 
 std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monitor) {
@@ -108,6 +113,8 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
             known->epoch = address.epoch;
             known->owner = address_.epoch;
             known->groups = address.groups;
+            known->process = address.process;
+            known->keys = keys_of(address.epoch);
             for (std::size_t i = 0; i < groups_.size(); ++i) {
                 known->sides.push_back(std::make_unique<Peer::Side>());
                 known->sides.back()->links.resize(address.groups.size());
@@ -340,7 +347,10 @@ void Engine::close(std::int64_t drain_ns) {
     // again.
     std::lock_guard lock(mutex_);
     for (auto& weak : regions_)
-        if (auto region = weak.lock()) region->rails.clear();
+        if (auto region = weak.lock()) {
+            region->rails.clear();
+            region->shares.clear();
+        }
     regions_.clear();
     peers_.clear();
 }

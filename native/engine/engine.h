@@ -2,15 +2,18 @@
 //
 // Owns:     the groups with their NICs and threads. Regions keep their registrations until close().
 // Threads:  every call from any thread.
-// Blocking: close(), bounded by its drain time; events().take() for its timeout.
+// Blocking: close(), bounded by its drain time; events().take() and fence() for their timeouts.
 // Failure:  calls throw Error before anything is posted; submit() throws kWouldBlock when the group is full; whatever
 //           was accepted ends in exactly one event.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
+#include <string>
 #include <vector>
 
 #include "engine/group.h"
@@ -21,12 +24,25 @@ namespace fkv {
 struct EngineAddress {
     Epoch epoch{};
     std::vector<std::vector<std::vector<std::byte>>> groups;  // [group][rail]
+    std::optional<ProcessId> process;                         // where the system tells
+};
+
+// What is known of a peer that was fenced.
+struct Fence {
+    // Nothing that it has posted can land any more: by `kRegistrations` in the memory that it was given by
+    // share_region(), by `kExit` in any.
+    bool proven;
+    enum Means : std::uint8_t { kNone, kRegistrations, kExit } means;  // what was looked at
+    std::string why;
 };
 
 class Engine {
   public:
+    static constexpr std::size_t kMaxPeerRegistrations = 4096;
+
     // One list of NICs per group; the groups' options pair up with them.
-    Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options);
+    Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options,
+           std::size_t max_peer_registrations = kMaxPeerRegistrations);
     ~Engine();
 
     // In a forked child the engine is closed and must not be destroyed: its threads and NICs are the parent's.
@@ -42,9 +58,17 @@ class Engine {
     void deregister(const std::shared_ptr<Region>& region);
     RemoteRegion describe_region(const Region& region) const;
 
+    // The region's memory with keys for this peer alone: registered on every rail at the first call for the pair,
+    // closed with the region, by fence(), or with the engine. Throws Error(kWouldBlock) beyond max_peer_registrations.
+    RemoteRegion share_region(const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer);
+    std::size_t num_shares(std::uint32_t group) const { return share_counts_->by_group[group].load(); }
+
     // The same epoch gives the same peer. Throws Error(kUnreachable) for an address without groups or rails.
     std::shared_ptr<Peer> add_peer(const EngineAddress& address, bool monitor);
     void remove_peer(const std::shared_ptr<Peer>& peer);
+    // Removes a peer and closes its registrations, then looks for proof that nothing it has posted can land any more,
+    // for at most `timeout_ns`. Again is fine: what could not be proven may be provable later.
+    Fence fence(const std::shared_ptr<Peer>& peer, std::int64_t timeout_ns);
 
     struct Submission {
         std::shared_ptr<Peer> peer;
@@ -96,6 +120,14 @@ class Engine {
 
   private:
     void check_open() const;
+    Registrations register_on_rails(const Region& region);
+    std::shared_ptr<PeerKeys> keys_of(const Epoch& peer);
+    void close_shares(const std::shared_ptr<Peer>& peer);
+    // False at the deadline. Throws Error(kClosed) when the engine closes.
+    bool wait_until(std::int64_t deadline_ns, const std::function<bool()>& done);
+    bool drain_queues(std::int64_t deadline_ns);
+    Fence fence_by_registrations(const Peer& peer, std::int64_t deadline_ns);
+    Fence fence_by_exit(const Peer& peer, std::int64_t deadline_ns);
     void submit_to(Group& group, const std::vector<std::shared_ptr<Transfer>>& transfers);
     std::shared_ptr<Transfer> new_transfer(Transfer::Kind kind, const std::shared_ptr<Peer>& peer);
     void check_remote(const Peer& peer, const RemoteRegion& region) const;
@@ -106,10 +138,13 @@ class Engine {
     std::vector<std::unique_ptr<Group>> groups_;
     std::atomic<std::uint64_t> next_id_{1};
 
+    const std::size_t max_peer_registrations_;
+    const std::shared_ptr<ShareCounts> share_counts_;
     std::shared_mutex registering_;  // shared while a registration is made, so that close() can wait for it
     mutable std::mutex mutex_;
-    std::map<Epoch, std::shared_ptr<Peer>> peers_;  // guarded by mutex_
-    std::vector<std::weak_ptr<Region>> regions_;    // guarded by mutex_
+    std::map<Epoch, std::shared_ptr<Peer>> peers_;   // guarded by mutex_
+    std::vector<std::weak_ptr<Region>> regions_;     // guarded by mutex_
+    std::map<Epoch, std::weak_ptr<PeerKeys>> keys_;  // of peers, removed ones too; guarded by mutex_
     std::atomic<bool> closed_{false};
     ForkGuard fork_;
 };

@@ -6,8 +6,10 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "engine/process.h"
 #include "engine/region.h"
 #include "engine/stats.h"
 
@@ -38,6 +40,8 @@ struct Peer {
     Epoch owner{};                                            // the engine that knows it: nobody else may use its links
     std::vector<std::vector<std::vector<std::byte>>> groups;  // [group][rail] -> address bytes
     std::vector<std::unique_ptr<Side>> sides;                 // [our group]
+    std::optional<ProcessId> process;                         // where it runs, if it says so
+    std::shared_ptr<PeerKeys> keys;                           // the same for every Peer of this epoch
     std::atomic<bool> removed{false};
 };
 

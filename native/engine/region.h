@@ -9,10 +9,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
 #include "base/fork.h"
+#include "engine/share.h"
 #include "fabric/nic.h"
 
 namespace fkv {
@@ -54,10 +56,7 @@ struct Region {
     Region(const Region&) = delete;
     Region& operator=(const Region&) = delete;
     ~Region() {
-        // The kernel's side of a registration is shared with the parent: a child must leave it alone.
-        if (!fork_.in_child()) return;
-        for (auto& rail : rails)
-            for (auto& handle : rail) static_cast<void>(handle.release());
+        if (fork_.in_child()) abandon(rails);
     }
 
     Epoch epoch{};  // of the engine that registered it
@@ -65,8 +64,9 @@ struct Region {
     std::uint64_t nbytes = 0;
     std::uint32_t group = 0;
     Segments segments;
-    // [rail][segment]; emptied by deregistration and by Engine::close(), after the endpoints.
-    std::vector<std::vector<std::unique_ptr<MemoryHandle>>> rails;
+    // Emptied by deregistration and by Engine::close(), after the endpoints.
+    Registrations rails;
+    std::map<Epoch, std::unique_ptr<Share>> shares;  // by peer; guarded by the engine's mutex, and emptied like rails
 
     // Pieces of transfers in flight read it; once dropped nobody can begin to. Any thread.
     bool begin_use() {
@@ -101,5 +101,14 @@ struct RemoteRegion {
     Segments segments;
     std::vector<std::vector<RemoteSegment>> rails;  // [the receiver's rail][segment]
 };
+
+inline RemoteRegion describe_registrations(const Region& region, const Registrations& rails) {
+    RemoteRegion remote{region.epoch, region.group, region.nbytes, region.segments, {}};
+    for (const auto& rail : rails) {
+        auto& segments = remote.rails.emplace_back();
+        for (const auto& handle : rail) segments.push_back({handle->remote_base(), handle->rkey()});
+    }
+    return remote;
+}
 
 }  // namespace fkv

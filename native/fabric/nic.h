@@ -42,6 +42,12 @@ struct NicInfo {
     bool imm_uses_recv;         // every immediate uses up a posted receive
     std::uint64_t max_mr_bytes = ~std::uint64_t{0};  // largest registration
     bool wait_fd;                                    // the completion queue has a file descriptor to sleep on
+
+    // What proves that a peer can write no more; see docs/providers.md, "Fences".
+    bool nic_checks_keys = false;  // the NIC checks the key of whatever comes in, so that closing a registration stops
+                                   // even a payload under way. Software checks when a payload begins, if at all
+    bool shared_memory = false;    // peers are processes of this host that copy into our memory themselves or leave it
+                                   // to poll(): of one that has exited, nothing is anywhere but in our queue
 };
 
 // First member of whatever a caller passes as context: providers scribble in it until completion (FI_CONTEXT2).
@@ -61,6 +67,8 @@ enum class PostResult : std::uint8_t {
 class MemoryHandle {
   public:
     virtual ~MemoryHandle() = default;
+    // Deregisters now. False if the provider would not: peers may still use it. Nothing else may be called afterwards.
+    virtual bool close() = 0;
     virtual std::uint64_t remote_base() const = 0;  // what a peer adds an offset to
     virtual std::uint64_t rkey() const = 0;
     virtual void* local_desc() const = 0;

@@ -36,7 +36,9 @@ std::unique_ptr<Nic> FakeFabric::open_nic(const FakeProfile& profile) {
                 .endpoint_mr = profile.endpoint_mr,
                 .ordered_writes = profile.ordered,
                 .imm_uses_recv = profile.imm_uses_recv,
-                .wait_fd = profile.wait_fd};
+                .wait_fd = profile.wait_fd,
+                .nic_checks_keys = profile.checks_keys && profile.mr_close == MrClose::kFlush,
+                .shared_memory = profile.shared_memory};
     if (const int fi_errno = world_->call_fails(Call::kOpen, id)) {
         auto error = world_->error_of(nic, "fi_domain", fi_errno, "opening failed by a fault");
         throw Error(ErrorKind::kFabric, "fi_domain failed on " + nic.info.domain + ": " + error.text, error);

@@ -83,7 +83,7 @@ struct Rule {
 };
 
 // Which set-up call or post fails.
-enum class Call : std::uint8_t { kOpen, kRegister, kInsert, kPost };
+enum class Call : std::uint8_t { kOpen, kRegister, kDeregister, kInsert, kPost };
 struct CallFault {
     Call call;
     NicId nic = kAnyNic;

@@ -17,11 +17,15 @@ class FakeMemory final : public MemoryHandle {
   public:
     FakeMemory(std::shared_ptr<World> world, NicId nic, std::uint64_t rkey, const Mr& mr)
         : world_(std::move(world)), nic_(nic), rkey_(rkey), id_(mr.id), remote_base_(mr.remote_base) {}
-    ~FakeMemory() override {
+    ~FakeMemory() override { close(); }
+    bool close() override {
         std::lock_guard lock(world_->mutex);
+        if (std::exchange(closed_, true)) return true;
         auto& nic = world_->nics[nic_];
         if (nic.destroyed) world_->misused(nic, "a registration outlived its NIC");
+        if (world_->call_fails(Call::kDeregister, nic_)) return false;
         world_->close_mr(nic, rkey_);
+        return true;
     }
     FakeMemory(const FakeMemory&) = delete;
     FakeMemory& operator=(const FakeMemory&) = delete;
@@ -34,6 +38,7 @@ class FakeMemory final : public MemoryHandle {
     std::shared_ptr<World> world_;
     NicId nic_;
     std::uint64_t rkey_, id_, remote_base_;
+    bool closed_ = false;
 };
 
 class FakeNic final : public Nic {

@@ -56,6 +56,7 @@ struct FakeProfile {
     bool offloaded = true;         // data moves without polling here; else only while this NIC is polled
     bool checks_keys = true;       // false: remote addresses are taken as they come, registered or not
     MrClose mr_close = MrClose::kFlush;
+    bool shared_memory = false;  // NicInfo says the same
     Death on_close = Death::kErrors;
 
     // NICs with the same number other than 0 belong to one process: they die and stop together.

@@ -38,14 +38,20 @@ constexpr std::size_t kMaxName = 256;
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
+template <typename F>
+bool close_fid(F* object, const char* what) {
+    const int rc = fi_close(&object->fid);
+    // A close that fails leaks the object; its name is all that helps to find out why.
+    if (rc)
+        std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc), -rc);
+    return rc == 0;
+}
+
 struct Closer {
     const char* what;
     template <typename F>
     void operator()(F* object) const {
-        // A close that fails leaks the object; its name is all that helps to find out why.
-        if (const int rc = fi_close(&object->fid))
-            std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc),
-                         -rc);
+        close_fid(object, what);
     }
 };
 template <typename F>
@@ -54,6 +60,7 @@ using Fid = std::unique_ptr<F, Closer>;
 class OfiMemory final : public MemoryHandle {
   public:
     OfiMemory(Fid<fid_mr> mr, std::uint64_t base) : mr_(std::move(mr)), base_(base) {}
+    bool close() override { return !mr_ || close_fid(mr_.release(), mr_.get_deleter().what); }
     std::uint64_t remote_base() const override { return base_; }
     std::uint64_t rkey() const override { return fi_mr_key(mr_.get()); }
     void* local_desc() const override { return fi_mr_desc(mr_.get()); }
@@ -133,6 +140,12 @@ NicInfo facts_of(const fi_info& info) {
     facts.ordered_writes = (info.tx_attr->msg_order & waw) && (info.rx_attr->msg_order & waw) &&
                            info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
     facts.imm_uses_recv = (info.mode | info.rx_attr->mode | info.domain_attr->mode) & FI_RX_CQ_DATA;
+    // The NIC has a table of keys where it picks them and wants memory that is there: fi_mr(3). EFA may do without, and
+    // carries out writes in software then. A cache keeps closed registrations, see library.cc.
+    const char* cache = std::getenv("FI_MR_CACHE_MAX_COUNT");  // NOLINT(concurrency-mt-unsafe)
+    facts.nic_checks_keys = facts.provider_keys && (mr_mode & FI_MR_ALLOCATED) &&
+                            info.ep_attr->protocol != FI_PROTO_EFA && cache && std::string_view(cache) == "0";
+    facts.shared_memory = info.ep_attr->protocol == FI_PROTO_SHM;
     return facts;
 }
 

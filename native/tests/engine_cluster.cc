@@ -38,7 +38,7 @@ Node::Node(fake::FakeFabric& fabric, std::uint32_t process, const NodeShape& sha
     }
     const std::vector<GroupOptions> options(shape.rails.size(),
                                             with_nic_threads(shape.options, (fabric.seed() + process) % 2 == 0));
-    engine = std::make_unique<Engine>(std::move(opened), options);
+    engine = std::make_unique<Engine>(std::move(opened), options, shape.max_peer_registrations);
     for (std::uint32_t group = 0; group < shape.rails.size(); ++group) {
         regions.push_back(engine->register_region(memory.data(), memory.size(), group));
         remotes.push_back(std::make_shared<RemoteRegion>(engine->describe_region(*regions.back())));

@@ -31,6 +31,7 @@ struct NodeShape {
     std::vector<std::size_t> rails{1};  // NICs of each group
     fake::FakeProfile profile = fake::FakeProfile::strict();
     GroupOptions options{};
+    std::size_t max_peer_registrations = Engine::kMaxPeerRegistrations;
     std::size_t memory_bytes = 1 << 16;     // registered once in each group
     std::vector<std::uint64_t> link_bps{};  // [rail] of every group; empty: the profile's
 };

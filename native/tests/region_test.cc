@@ -13,6 +13,7 @@ namespace {
 struct CountedHandle final : MemoryHandle {
     explicit CountedHandle(int& count) : num_closed(count) {}
     ~CountedHandle() override { ++num_closed; }
+    bool close() override { return true; }
     std::uint64_t remote_base() const override { return 0; }
     std::uint64_t rkey() const override { return 0; }
     void* local_desc() const override { return nullptr; }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <utility>
 
 #include "remote_wire.h"
 
@@ -22,7 +23,8 @@ class Client;
 class RemoteMemoryHandle final : public MemoryHandle {
   public:
     RemoteMemoryHandle(Client& client, const Reply& reply) : client_(client), reply_(reply) {}
-    ~RemoteMemoryHandle() override;
+    ~RemoteMemoryHandle() override { close(); }
+    bool close() override;
     RemoteMemoryHandle(const RemoteMemoryHandle&) = delete;
     RemoteMemoryHandle& operator=(const RemoteMemoryHandle&) = delete;
     std::uint64_t remote_base() const override { return reply_.base; }
@@ -32,6 +34,7 @@ class RemoteMemoryHandle final : public MemoryHandle {
   private:
     Client& client_;
     Reply reply_;
+    bool closed_ = false;
 };
 
 class Client final : public RemoteNic {
@@ -123,7 +126,10 @@ class Client final : public RemoteNic {
     OpError post_error_;
 };
 
-RemoteMemoryHandle::~RemoteMemoryHandle() { client_.deregister(reply_.handle); }
+bool RemoteMemoryHandle::close() {
+    if (!std::exchange(closed_, true)) client_.deregister(reply_.handle);
+    return true;
+}
 
 Client::Client(const std::string& provider, const std::string& nic, const Arena& arena) : base_(arena.base()) {
     int sockets[2];

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_kv.errors import ProtocolError
-from fabric_kv.regions import CounterToken, EngineAddress, RemoteRegion
+from fabric_kv.regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 
 EPOCH = bytes(range(16))
 REGION = RemoteRegion(EPOCH, 3, 6 << 30, (4 << 30, 6 << 30), (((0, 1), (5, 6)), ((2**64 - 1, 2**63), (7, 8))))
 ADDRESS = EngineAddress(EPOCH, ((b"\x02\x00\x1f\x90\x7f\x00\x00\x01" + bytes(8),), (b"fi_shm://42\x00", b"x")))
+SEEN = EngineAddress(EPOCH, ((b"x",),), ProcessIdentity(EPOCH, 42, 1 << 40))
 
-# Bytes of version 1 as first released. A change here breaks every peer of another version: raise VERSION instead.
+# Bytes as first released: regions of version 1, addresses of version 2. A change here breaks every peer of another
+# version: raise VERSION instead.
 GOLDEN_REGION = bytes.fromhex(
     "464b56520100"
     "95"
@@ -31,8 +33,8 @@ GOLDEN_REGION = bytes.fromhex(
     "920708"
 )
 GOLDEN_ADDRESS = bytes.fromhex(
-    "464b56410100"
-    "92"
+    "464b56410200"
+    "93"
     "c410000102030405060708090a0b0c0d0e0f"
     "92"
     "91"
@@ -40,6 +42,17 @@ GOLDEN_ADDRESS = bytes.fromhex(
     "92"
     "c40c66695f73686d3a2f2f343200"
     "c40178"
+    "c0"
+)
+GOLDEN_SEEN = bytes.fromhex(
+    "464b56410200"
+    "93"
+    "c410000102030405060708090a0b0c0d0e0f"
+    "9191c40178"
+    "93"
+    "c410000102030405060708090a0b0c0d0e0f"
+    "2a"
+    "cf0000010000000000"
 )
 
 epochs = st.binary(min_size=16, max_size=16)
@@ -60,6 +73,7 @@ addresses = st.builds(
     st.lists(
         st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=8).map(tuple), min_size=1, max_size=8
     ).map(tuple),
+    st.none() | st.builds(ProcessIdentity, epochs, st.integers(1, 2**31 - 1), st.integers(0, 2**63 - 1)),
 )
 
 
@@ -71,6 +85,33 @@ def test_golden_bytes_of_a_region() -> None:
 def test_golden_bytes_of_an_address() -> None:
     assert ADDRESS.to_bytes() == GOLDEN_ADDRESS
     assert EngineAddress.from_bytes(GOLDEN_ADDRESS) == ADDRESS
+    assert SEEN.to_bytes() == GOLDEN_SEEN
+    assert EngineAddress.from_bytes(GOLDEN_SEEN) == SEEN
+
+
+def test_an_address_of_the_first_version_is_refused() -> None:
+    former = EngineAddress.MAGIC + b"\x01\x00" + msgspec.msgpack.encode((EPOCH, ADDRESS.groups))
+    with pytest.raises(ProtocolError, match="engine address: the peer speaks version 1, this side speaks 2"):
+        EngineAddress.from_bytes(former)
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        (EPOCH[:15], 1, 0),
+        (EPOCH, 0, 0),
+        (EPOCH, -1, 0),
+        (EPOCH, 2**31, 0),
+        (EPOCH, 1, -1),
+        (EPOCH, 1, 2**63),
+        (EPOCH,),
+        7,
+    ],
+)
+def test_processes_out_of_range_are_refused(process: object) -> None:
+    data = EngineAddress.MAGIC + b"\x02\x00" + msgspec.msgpack.encode((EPOCH, ADDRESS.groups, process))
+    with pytest.raises(ProtocolError, match="engine address"):
+        EngineAddress.from_bytes(data)
 
 
 def test_golden_bytes_of_a_token() -> None:
@@ -138,7 +179,7 @@ def test_values_out_of_range_are_refused_with_their_limit(fields: tuple[object, 
     ids=["no group", "no rail", "empty", "long", "65 rails", "65 groups", "text", "bytes"],
 )
 def test_addresses_out_of_range_are_refused(groups: object) -> None:
-    data = EngineAddress.MAGIC + b"\x01\x00" + msgspec.msgpack.encode((EPOCH, groups))
+    data = EngineAddress.MAGIC + b"\x02\x00" + msgspec.msgpack.encode((EPOCH, groups, None))
     with pytest.raises(ProtocolError, match="engine address"):
         EngineAddress.from_bytes(data)
 
@@ -149,7 +190,7 @@ def test_tokens_out_of_range_are_refused(token: tuple[int, ...]) -> None:
         msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=CounterToken)
 
 
-@given(st.sampled_from([GOLDEN_REGION, GOLDEN_ADDRESS]), st.data())
+@given(st.sampled_from([GOLDEN_REGION, GOLDEN_ADDRESS, GOLDEN_SEEN]), st.data())
 def test_any_damage_is_refused_or_still_in_range(golden: bytes, data: st.DataObject) -> None:
     damaged = bytearray(golden)
     for _ in range(data.draw(st.integers(1, 3))):

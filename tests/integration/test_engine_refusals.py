@@ -168,7 +168,7 @@ def test_addresses_that_are_none(node: Node, remote: RemoteRegion) -> None:
         (b"noise" * 10, "instead of b'FKVA'"),
         (good[:-1], "engine address"),
         (good + b"x", "trailing"),
-        (good[:4] + b"\x63\x00" + good[6:], "speaks version 99, this side speaks 1"),
+        (good[:4] + b"\x63\x00" + good[6:], "speaks version 99, this side speaks 2"),
         (good[:6] + bytes(1 << 20), "above the limit of 1048576"),
         (remote.to_bytes(), "FKVR"),
         (None, "expected bytes"),

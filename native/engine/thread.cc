@@ -28,14 +28,17 @@ cpu_set_t checked_cpus(const std::vector<int>& cpus) {
 
 }  // namespace
 
+// Named and pinned from here, so that it is so when this returns.
 std::thread start_thread(const std::string& name, const std::vector<int>& cpus, std::function<void()> fn) {
-    return std::thread([name = name.substr(0, kMaxName), set = checked_cpus(cpus), fn = std::move(fn)] {
-        pthread_setname_np(pthread_self(), name.c_str());
+    const auto set = checked_cpus(cpus);
+    std::thread thread([fn = std::move(fn)] {
         // The default slack of 50 us would double our shortest naps: prctl(2).
         prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
-        if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
         fn();
     });
+    pthread_setname_np(thread.native_handle(), name.substr(0, kMaxName).c_str());
+    if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
+    return thread;
 }
 
 }  // namespace fkv

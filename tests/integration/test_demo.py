@@ -41,7 +41,8 @@ def test_pages_and_tokens_agree(prefill_tp: int, decode_tp: int) -> None:
     assert len(re.findall(r"^OK ", done.stdout, re.MULTILINE)) == 4
     # One write for each layer, K or V, page, and head that travels alone; fewer where scattered pages are neighbours.
     most = figure(done.stdout, "pages") * 60 * (1 if prefill_tp == decode_tp == 1 else 3) + 1
-    assert most / 2 < figure(done.stdout, "writes") <= most
+    # Up to four places share a write, and neighbours are one place.
+    assert most / 8 < figure(done.stdout, "writes") <= most
 
 
 def test_poisoned_pages_are_caught() -> None:

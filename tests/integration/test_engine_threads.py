@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -30,7 +31,10 @@ def open_engine(provider: Any, nics: int, **arguments: Any) -> Engine:
 
 def our_threads() -> list[tuple[str, int]]:
     """Names and ids of the threads that drive NICs."""
-    found = [((task / "comm").read_text().strip(), int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(((task / "comm").read_text().strip(), int(task.name)))
     return sorted(thread for thread in found if thread[0] == "fabric_kv" or thread[0].startswith("fabric_kv-nic"))
 
 
@@ -112,6 +116,8 @@ def test_twenty_engines_one_after_the_other_leave_nothing(provider: Any) -> None
     def cycle() -> None:
         with open_engine(provider, 2) as a, open_engine(provider, 2) as b:
             exchange(a, b)
+            # libfabric's rxm leaks the socket of a connection that is being set up: docs/providers.md.
+            time.sleep(0.1)
 
     for _ in range(3):
         cycle()

@@ -4,7 +4,11 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <fstream>
+#include <iterator>
 #include <random>
+#include <sstream>
+#include <string>
 #include <thread>
 
 #include "engine_cluster.h"
@@ -56,14 +60,12 @@ class Sleeper {
     ProcessId id() const {
         auto process = this_process().value();
         process.pid = pid_;
-        std::string text(4096, '\0');
-        auto* file = std::fopen(("/proc/" + std::to_string(pid_) + "/stat").c_str(), "r");
-        text.resize(std::fread(text.data(), 1, text.size(), file));
-        std::fclose(file);
-        unsigned long long ticks = 0;
-        const auto* rest = text.c_str() + text.rfind(')') + 1;
-        std::sscanf(rest, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &ticks);
-        process.start_ticks = ticks;
+        std::ifstream file("/proc/" + std::to_string(pid_) + "/stat");
+        const std::string text{std::istreambuf_iterator<char>(file), {}};
+        std::istringstream fields(text.substr(text.rfind(')') + 1));
+        std::string ticks;
+        for (int field = 3; field <= 22; ++field) fields >> ticks;
+        process.start_ticks = std::stoull(ticks);
         return process;
     }
 

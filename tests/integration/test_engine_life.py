@@ -20,17 +20,11 @@ from fabric_kv.config import EngineOptions
 from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, ConfigError, TransferError
 
-from .engine_peer import LONG, PeerProcess
+from .engine_peer import LONG, PeerProcess, left_open
 
 
 def open_engine(provider: Any, **options: Any) -> Engine:
     return Engine(provider.name, nics=provider.nics, options=EngineOptions(**options))
-
-
-def left_open() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:

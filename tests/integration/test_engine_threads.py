@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from fabric_kv.config import EngineOptions
 from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, TransferError
 
-from .engine_peer import LONG
+from .engine_peer import LONG, left_open
 
 NICS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 PAGE = 4096
@@ -36,11 +35,6 @@ def our_threads() -> list[tuple[str, int]]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found.append(((task / "comm").read_text().strip(), int(task.name)))
     return sorted(thread for thread in found if thread[0] == "fabric_kv" or thread[0].startswith("fabric_kv-nic"))
-
-
-def left_open() -> tuple[int, int]:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def exchange(a: Engine, b: Engine) -> list[int]:

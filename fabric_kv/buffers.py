@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import ConfigError
 
-__all__ = ["Buffer", "locate"]
+__all__ = ["Buffer", "is_same", "locate"]
 
 _DLPACK_CPU = 1  # DLDeviceType in dlpack.h
 _DLPACK_CUDA = 2
@@ -73,6 +73,24 @@ def locate(buffer: Any) -> Buffer:
         raise ConfigError(f"{type(buffer).__name__} of {view.nbytes} bytes is not contiguous")
     # The array holds the buffer export, so that the owner cannot be resized (bytearray) while it is registered.
     return _from_array(np.frombuffer(view.cast("B"), dtype=np.uint8), buffer)
+
+
+def is_same(a: object, b: object) -> bool:
+    """Whether two owners, as :func:`locate` gives them, are one object whose memory has not moved.
+
+    Never true of bare addresses: nobody knows what lies there now.
+    """
+    first, second = _root(a), _root(b)
+    return first is not None and first is second
+
+
+def _root(owner: object) -> object:
+    if not isinstance(owner, tuple):
+        return owner
+    root: object = owner[1]  # as _from_array puts it
+    while isinstance(root, np.ndarray) and root.base is not None:
+        root = root.base
+    return root
 
 
 def _from_tuple(buffer: tuple[Any, ...]) -> Buffer:

@@ -49,7 +49,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     stall_s : float
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
     max_registration_bytes : int
-        Larger regions consist of several registrations; for NICs with a limit on one.
+        Larger regions consist of several registrations; for NICs with a limit on one. Where a NIC refuses a size the
+        limit is found by trying.
+    device_memory : bool
+        Open NICs that reach a GPU's memory, so that it can be registered; an error where the provider has none.
     max_peer_registrations : int
         Pairs of a region and a peer for which ``MemoryRegion.remote_for`` registers memory once more; one more raises
         WouldBlockError. Each costs a registration on every NIC of the region's group.
@@ -70,6 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 5.0
     max_registration_bytes: int = 2**63 - 1
     max_peer_registrations: int = 4096
+    device_memory: bool = False
     num_counters: int = 65536
 
     def __post_init__(self) -> None:

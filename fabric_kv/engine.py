@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .buffers import locate
+from .buffers import Buffer, is_same, locate
 from .config import EngineOptions
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .futures import Completion
+from .memory.buffer import SharedBuffer
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .submission import PageList, check_deadline, check_token, encode_pieces
@@ -147,6 +148,7 @@ class Engine:
             stall_s=options.stall_s,
             max_registration_bytes=options.max_registration_bytes,
             max_peer_registrations=options.max_peer_registrations,
+            device_memory=options.device_memory,
         )
         for why in self._left_out:
             _log.warning("started without a NIC: %s", why)
@@ -156,6 +158,9 @@ class Engine:
             epoch, tuple(tuple(group) for group in addresses), process and ProcessIdentity(*process)
         )
         self._dispatcher = Dispatcher(self._native, options)
+        self._registered: weakref.WeakValueDictionary[tuple[int, int, int], MemoryRegion] = (
+            weakref.WeakValueDictionary()
+        )
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
         _engines.add(self)
         self._dispatcher.start()
@@ -242,6 +247,11 @@ class Engine:
         Keep the region: when it is dropped, and no transfer uses it any more, the memory is deregistered and peers that
         still write to it get errors.
 
+        The same buffer registered again gives another region over the same registration, which ends with the last of
+        them; regions that only overlap have their own. A registration is never found by its address alone: memory that
+        was freed and is there again for something else is registered anew. Device memory that consists of several
+        allocations is registered piece by piece.
+
         Parameters
         ----------
         buffer
@@ -255,20 +265,48 @@ class Engine:
         ConfigError
             If the buffer is not a plain writable range.
         RegistrationError
-            If a NIC refuses it, or it is device memory and the provider cannot reach that.
+            If a NIC refuses it, with the limit that it hit, or it is device memory and the provider cannot reach that.
+        DeviceError
+            If it is device memory and the CUDA driver cannot be asked about it.
         """
         found = locate(buffer)
         self._check_group(group)
-        if found.device != "cpu":
-            rails = self._native.describe()[group]["rails"] if not self.closed else []
-            provider = rails[0]["provider"] if rails else "?"
+        key = (found.address, found.nbytes, group)
+        native = self._registered_before(key, found)
+        if native is None and found.device == "cpu":
+            native = self._native.register_region(found.address, found.nbytes, group)
+        elif native is None:
+            native = self._register_device(found, group)
+        region = MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
+        self._registered[key] = region
+        return region
+
+    def _registered_before(self, key: tuple[int, int, int], found: Buffer) -> _native.Region | None:
+        before = self._registered.get(key)
+        # The region holds its buffer, so that a buffer which is the same object has its memory still.
+        if before is None or not is_same(before._owner, found.owner):
+            return None
+        if found.device != "cpu" and not isinstance(found.owner, SharedBuffer):
+            return None  # engines put a sleeping model's tensors on other memory, at the same addresses
+        try:
+            return self._native.register_again(before._native)
+        except ClosedError:  # deregistered meanwhile, or the engine is closed
+            return None
+
+    def _register_device(self, found: Buffer, group: int) -> _native.Region:
+        rail = self._native.describe()[group]["rails"][0] if not self.closed else None
+        if rail is not None and not rail["device_memory"]:
             raise RegistrationError(
-                f"memory on {found.device} cannot be registered: provider {provider} was opened without device memory",
+                f"memory on {found.device} cannot be registered: provider {rail['provider']} was opened without device "
+                "memory. Hint: EngineOptions(device_memory=True)",
                 op="register",
-                provider=provider,
+                provider=rail["provider"],
+                nic=rail["domain"],
             )
-        native = self._native.register_region(found.address, found.nbytes, group)
-        return MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
+        from .memory.ranges import device_parts
+
+        with device_parts(found.address, found.nbytes) as (device, parts):
+            return self._native.register_device(found.address, device, parts, group)
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -736,6 +774,7 @@ class Engine:
 
     def _deregister(self, region: MemoryRegion) -> None:
         self._native.deregister(region._native)
+        region._closed = True
         region._owner = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:

@@ -10,6 +10,9 @@
     ├─ ConfigError (ValueError)        wrong or incompatible options, found before any I/O
     │  └─ PlanError                    two layouts cannot be mapped onto each other
     ├─ TopologyError                   discovery found nothing usable; names the device or path
+    ├─ AllocationError (MemoryError)   memory could not be had: op, device, nbytes, code
+    │  └─ DeviceError                  the CUDA driver is missing, or a call of it failed
+    ├─ SharingError (ConnectionError)  another process's buffers were refused, or their owner is gone: path, reason
     ├─ FabricError                     a libfabric call failed: op, fi_errno, provider, nic
     │  ├─ RegistrationError            memory could not be registered
     │  └─ PeerUnreachableError (ConnectionError)
@@ -37,8 +40,10 @@ import errno
 from typing import Any, ClassVar
 
 __all__ = [
+    "AllocationError",
     "ClosedError",
     "ConfigError",
+    "DeviceError",
     "FabricError",
     "FabricKVError",
     "InternalError",
@@ -52,6 +57,7 @@ __all__ = [
     "RequestFailedError",
     "RequestRejectedError",
     "RequestTimeoutError",
+    "SharingError",
     "TopologyError",
     "TransferCancelledError",
     "TransferError",
@@ -135,6 +141,38 @@ class TopologyError(FabricKVError):
     """Discovery found nothing usable. Field ``device``: the device or path in question."""
 
     _fields = ("device",)
+
+
+class AllocationError(FabricKVError, MemoryError):
+    """Memory could not be had; nothing of it is left behind.
+
+    Fields ``op`` (the call that failed), ``device`` (``cpu`` or ``cuda:N``), ``nbytes`` and ``code`` (errno, or the
+    driver's ``CUresult``).
+    """
+
+    _fields = ("op", "device", "nbytes", "code")
+
+
+class DeviceError(AllocationError):
+    """The CUDA driver or its Python package is missing, a device lacks what is needed, or a driver call failed."""
+
+
+class SharingError(FabricKVError, ConnectionError):
+    """Buffers of another process were refused, or their owner is gone.
+
+    Fields ``path`` (the server's) and ``reason``, a short stable word: ``absent`` (nobody serves there), ``foreign``
+    (another user, or a process that is not expected), ``late`` (withdrawn, closed, or another epoch), ``size`` (less
+    memory than announced), ``full`` (a limit of the server or of this process), ``protocol``, ``timeout``, ``gone``
+    (the owner's process has ended).
+    """
+
+    _fields = ("path", "reason")
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message, **fields)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class FabricError(FabricKVError):

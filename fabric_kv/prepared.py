@@ -110,7 +110,7 @@ class Prepared:
             regions.append(piece.src)
             self._page_bytes += [0] * (piece.lists + 1 - len(self._page_bytes))
             self._page_bytes[piece.lists] += piece.nbytes * piece.rows
-        self._keep = regions
+        self._keep = list(dict.fromkeys(regions))
         self._native = engine._new_prepared(peer, native)
 
     def submit(
@@ -141,6 +141,9 @@ class Prepared:
         WouldBlockError, ClosedError
             As :meth:`Engine.submit`.
         """
+        for region in self._keep:
+            if region._lost is not None:
+                raise region._lost.with_traceback(None)
         if deadline_s is not None:
             check_deadline(deadline_s)
         if token is not None:

@@ -108,6 +108,8 @@ def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
     """Refuse a region of another engine and numbers that no copy can have."""
     if piece.src._engine is not engine:
         raise ConfigError(f"{piece.src!r} was registered with another engine")
+    if piece.src._lost is not None:
+        raise piece.src._lost.with_traceback(None)
     sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
     row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
     if min(*sizes, *row_sizes) < 0 or max(*sizes, *row_sizes) >= 2**63:

@@ -75,6 +75,21 @@ class MemoryRegion:
         self._native = native
         self._owner = owner
         self._remote = remote
+        self._closed = False
+        self._lost: Exception | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or its engine's."""
+        return self._closed or self._engine.closed
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why its memory is not to be used any more: its owner, another process, is gone or has withdrawn it.
+
+        The pages are still there, and harmless to whoever writes into them; submissions from it raise this error.
+        """
+        return self._lost
 
     @property
     def nbytes(self) -> int:

@@ -37,6 +37,8 @@ py::dict describe_rail(Rail& rail) {
     d["wait_fd"] = info.wait_fd;
     d["nic_checks_keys"] = info.nic_checks_keys;
     d["shared_memory"] = info.shared_memory;
+    d["device_memory"] = info.device_memory;
+    d["dmabuf"] = info.dmabuf;
     d["ops"] = stats.ops.get();
     d["bytes"] = stats.bytes.get();
     d["completions"] = stats.completions.get();

@@ -23,12 +23,12 @@ struct GroupConfig {
 
 // Opens every group's NICs through libfabric. With strict off, NICs that fail to open are left out and listed.
 OpenedEngine open_engine(const std::string& provider, const std::vector<GroupConfig>& configs, GroupOptions options,
-                         bool strict, std::size_t max_peer_registrations) {
+                         bool strict, std::size_t max_peer_registrations, bool device_memory) {
     std::vector<std::string> left_out;
     std::vector<std::vector<std::unique_ptr<Nic>>> nics;
     std::vector<GroupOptions> group_options;
     for (const auto& config : configs) {
-        nics.push_back(open_rails(ofi::find_nics({provider, config.nics}), strict, left_out,
+        nics.push_back(open_rails(ofi::find_nics({provider, config.nics, device_memory}), strict, left_out,
                                   [](auto info) { return ofi::open_nic(std::move(info)); }));
         options.cpus = config.cpus;
         group_options.push_back(options);
@@ -103,7 +103,8 @@ PYBIND11_MODULE(_native, m) {
            const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin,
            bool nic_threads, bool strict, std::size_t max_transfers, std::size_t max_inbox_bytes,
            std::uint32_t num_counters, double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s,
-           double stall_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations) {
+           double stall_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations,
+           bool device_memory) {
             GroupOptions options;
             options.spin = spin;
             options.nic_threads_from = nic_threads ? 2 : 0;  // one NIC gains nothing by it
@@ -119,14 +120,14 @@ PYBIND11_MODULE(_native, m) {
             OpenedEngine opened;
             {
                 py::gil_scoped_release release;
-                opened = open_engine(provider, configs, options, strict, max_peer_registrations);
+                opened = open_engine(provider, configs, options, strict, max_peer_registrations, device_memory);
             }
             return py::make_tuple(std::move(opened.engine), opened.left_out);
         },
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
         py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
         py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
-        py::arg("max_registration_bytes"), py::arg("max_peer_registrations"));
+        py::arg("max_registration_bytes"), py::arg("max_peer_registrations"), py::arg("device_memory"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",
@@ -145,6 +146,19 @@ PYBIND11_MODULE(_native, m) {
                 return e.register_region(reinterpret_cast<void*>(base), nbytes, group);
             },
             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "register_device",
+            [](Engine& e, std::uintptr_t base, int device,
+               const std::vector<std::tuple<std::uint64_t, int, std::uint64_t>>& parts, std::uint32_t group) {
+                std::vector<DeviceMemory> memory;
+                for (const auto& [nbytes, dmabuf_fd, dmabuf_offset] : parts) {
+                    memory.push_back({reinterpret_cast<void*>(base), nbytes, device, dmabuf_fd, dmabuf_offset});
+                    base += nbytes;
+                }
+                return e.register_device(memory, group);
+            },
+            py::call_guard<py::gil_scoped_release>())
+        .def("register_again", &Engine::register_again, py::call_guard<py::gil_scoped_release>())
         .def("deregister", &Engine::deregister, py::call_guard<py::gil_scoped_release>())
         .def("describe_region",
              [](const Engine& e, const Region& region) { return to_tuple(e.describe_region(region)); })
@@ -258,6 +272,10 @@ PYBIND11_MODULE(_native, m) {
                  for (std::uint32_t i = 0; i < e.num_groups(); ++i) {
                      auto group = describe_group(e.group(i));
                      group["peer_registrations"] = e.num_shares(i);
+                     const auto figures = e.region_figures(i);
+                     group["regions"] = figures.regions;
+                     group["registrations"] = figures.registrations;
+                     group["registered_bytes"] = figures.bytes;
                      groups.append(group);
                  }
                  return groups;

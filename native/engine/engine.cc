@@ -1,13 +1,24 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <bit>
+#include <cerrno>
 #include <random>
+#include <set>
 
 namespace fkv {
 namespace {
 
 // Transfers up to this size go before bulk: a few pages, a tail, a signal.
 constexpr std::uint64_t kUrgentBytes = 64 << 10;
+
+// No NIC has a smaller limit on one registration: whatever is refused in this size is refused for another reason.
+constexpr std::uint64_t kLeastRegistration = 1 << 20;
+
+// What drivers say of a registration that is above their limit; libfabric does not tell the limit itself.
+bool may_be_too_large(const OpError& error) {
+    return error.fi_errno == EINVAL || error.fi_errno == E2BIG || error.fi_errno == EMSGSIZE || error.fi_errno == EFBIG;
+}
 
 Epoch random_epoch() {
     std::random_device source;
@@ -50,22 +61,106 @@ Group& Engine::group(std::uint32_t index) {
     return *groups_[index];
 }
 
-std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes, std::uint32_t index) {
-    std::shared_lock registering(registering_);
-    check_open();
+std::shared_ptr<Region> Engine::new_region(void* base, std::uint64_t nbytes, std::uint32_t index) const {
     if (nbytes == 0) throw Error(ErrorKind::kConfig, "a region of 0 bytes cannot be registered");
-    auto& owner = group(index);
     auto region = std::make_shared<Region>();
     region->epoch = address_.epoch;
     region->base = static_cast<std::byte*>(base);
     region->nbytes = nbytes;
     region->group = index;
-    region->segments = Segments::of(nbytes, owner.max_registration_bytes());
-    region->rails = register_on_rails(*region);
-    std::lock_guard lock(mutex_);
-    std::erase_if(regions_, [](const auto& weak) { return weak.expired(); });
-    regions_.push_back(region);
     return region;
+}
+
+// Where a NIC finds the parts too large they are halved, and its limit is kept for the group's next regions.
+void Engine::register_parts(Region& region) {
+    auto& owner = group(region.group);
+    const auto whole = region.part_ends.size() ? region.part_ends : Segments({region.nbytes});
+    region.segments = whole.cut(owner.max_registration_bytes());
+    std::optional<Error> first;
+    for (;;) {
+        try {
+            region.rails = register_on_rails(region);
+            if (first) owner.limit_registrations(region.segments.largest());
+            return;
+        } catch (const Error& error) {
+            const auto largest = region.segments.largest();
+            if (!first) first.emplace(error);
+            if (!may_be_too_large(error.op()) || largest <= kLeastRegistration) throw Error(*first);
+            region.segments = whole.cut(std::bit_ceil(largest) / 2);
+        }
+    }
+}
+
+void Engine::enter(const std::shared_ptr<Region>& region) {
+    std::lock_guard lock(mutex_);
+    if (regions_.size() >= tidy_at_) {
+        std::erase_if(regions_, [](const auto& weak) { return weak.expired(); });
+        tidy_at_ = std::max<std::size_t>(64, 2 * regions_.size());  // so that a region costs the same however many
+    }
+    regions_.push_back(region);
+}
+
+std::shared_ptr<Region> Engine::register_region(void* base, std::uint64_t nbytes, std::uint32_t index) {
+    std::shared_lock registering(registering_);
+    check_open();
+    auto region = new_region(base, nbytes, index);
+    register_parts(*region);
+    enter(region);
+    return region;
+}
+
+std::shared_ptr<Region> Engine::register_device(const std::vector<DeviceMemory>& parts, std::uint32_t index) {
+    std::shared_lock registering(registering_);
+    check_open();
+    std::vector<std::uint64_t> ends;
+    std::uint64_t end = 0;
+    for (const auto& part : parts) {
+        if (part.nbytes == 0 || static_cast<std::byte*>(parts[0].base) + end != part.base)
+            throw Error(ErrorKind::kConfig, "the parts of a device region must follow each other");
+        ends.push_back(end += part.nbytes);
+    }
+    auto region = new_region(parts.empty() ? nullptr : parts[0].base, end, index);
+    region->parts = parts;
+    region->part_ends = Segments(std::move(ends));
+    register_parts(*region);
+    // The descriptors are the caller's: a registration for one peer must find others, or do without.
+    for (auto& part : region->parts) part.dmabuf_fd = -1;
+    enter(region);
+    return region;
+}
+
+std::shared_ptr<Region> Engine::register_again(const std::shared_ptr<Region>& like) {
+    std::shared_lock registering(registering_);
+    check_open();
+    if (like->epoch != address_.epoch) throw Error(ErrorKind::kConfig, "the region was registered with another engine");
+    auto region = new_region(like->base, like->nbytes, like->group);
+    region->segments = like->segments;
+    region->parts = like->parts;
+    region->part_ends = like->part_ends;
+    {
+        std::lock_guard lock(mutex_);
+        if (like->rails.empty()) throw Error(ErrorKind::kClosed, "the region was deregistered");
+        region->rails = like->rails;
+    }
+    enter(region);
+    return region;
+}
+
+Engine::RegionFigures Engine::region_figures(std::uint32_t index) const {
+    RegionFigures figures;
+    std::set<const MemoryHandle*> seen;
+    std::lock_guard lock(mutex_);
+    for (const auto& weak : regions_) {
+        const auto region = weak.lock();
+        if (!region || region->group != index || region->rails.empty()) continue;
+        ++figures.regions;
+        for (const auto& rail : region->rails)
+            for (std::size_t i = 0; i < rail.size(); ++i)
+                if (seen.insert(rail[i].get()).second && &rail == &region->rails[0])
+                    figures.bytes += region->segments.ends()[i] - region->segments.begin_of(i);
+    }
+    figures.registrations = seen.size();
+    return figures;
 }
 
 // A failure drops the registrations already made.
@@ -75,7 +170,16 @@ Registrations Engine::register_on_rails(const Region& region) {
         auto& handles = rails.emplace_back();
         std::uint64_t begin = 0;
         for (const auto end : region.segments.ends()) {
-            handles.push_back(rail->nic().register_memory(region.base + begin, end - begin));
+            if (region.parts.empty()) {
+                handles.push_back(rail->nic().register_memory(region.base + begin, end - begin));
+            } else {
+                const auto index = region.part_ends.index_of(begin);
+                auto part = region.parts[index];
+                part.base = region.base + begin;
+                part.nbytes = end - begin;
+                part.dmabuf_offset += begin - region.part_ends.begin_of(index);
+                handles.push_back(rail->nic().register_device(part));
+            }
             begin = end;
         }
     }

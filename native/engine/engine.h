@@ -53,7 +53,19 @@ class Engine {
     Group& group(std::uint32_t index);
     EventQueue& events() { return events_; }
 
+    // A range that a NIC finds too large is registered in several parts. Throws Error(kRegistration) when a NIC refuses
+    // it in any size; nothing is left behind then.
     std::shared_ptr<Region> register_region(void* base, std::uint64_t nbytes, std::uint32_t group);
+    // The same for a CUDA device's memory; its parts follow each other in the address space.
+    std::shared_ptr<Region> register_device(const std::vector<DeviceMemory>& parts, std::uint32_t group);
+    // Another region over the registrations of `region`: they are closed when both are deregistered. The caller says by
+    // this that the memory is still the same. Throws Error(kClosed) if `region` was deregistered.
+    std::shared_ptr<Region> register_again(const std::shared_ptr<Region>& region);
+    struct RegionFigures {
+        std::size_t regions = 0, registrations = 0;  // that are open; a registration counts once on each NIC
+        std::uint64_t bytes = 0;                     // that the first NIC has registered
+    };
+    RegionFigures region_figures(std::uint32_t group) const;
     // Drops the registrations. Throws Error(kConfig) while a transfer uses the region; twice is fine.
     void deregister(const std::shared_ptr<Region>& region);
     RemoteRegion describe_region(const Region& region) const;
@@ -120,6 +132,9 @@ class Engine {
 
   private:
     void check_open() const;
+    std::shared_ptr<Region> new_region(void* base, std::uint64_t nbytes, std::uint32_t group) const;
+    void register_parts(Region& region);
+    void enter(const std::shared_ptr<Region>& region);
     Registrations register_on_rails(const Region& region);
     std::shared_ptr<PeerKeys> keys_of(const Epoch& peer);
     void close_shares(const std::shared_ptr<Peer>& peer);
@@ -144,6 +159,7 @@ class Engine {
     mutable std::mutex mutex_;
     std::map<Epoch, std::shared_ptr<Peer>> peers_;   // guarded by mutex_
     std::vector<std::weak_ptr<Region>> regions_;     // guarded by mutex_
+    std::size_t tidy_at_ = 64;                       // how many regions_ there may be until the dead ones are dropped
     std::map<Epoch, std::weak_ptr<PeerKeys>> keys_;  // of peers, removed ones too; guarded by mutex_
     std::atomic<bool> closed_{false};
     ForkGuard fork_;

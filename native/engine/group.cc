@@ -79,7 +79,7 @@ bool Group::run_soon(std::function<void()> fn) {
 }
 
 std::uint64_t Group::max_registration_bytes() const {
-    auto bytes = options_.max_registration_bytes;
+    auto bytes = std::min(options_.max_registration_bytes, found_limit_.load());
     for (const auto& rail : rails_) bytes = std::min(bytes, rail->info().max_mr_bytes);
     return bytes;
 }

@@ -67,6 +67,8 @@ class Group {
     const Rest& rest() const { return rest_; }
     bool has_nic_threads() const { return !pollers_.empty(); }
     std::uint64_t max_registration_bytes() const;
+    // What a NIC was found to take at most. Any thread.
+    void limit_registrations(std::uint64_t nbytes) { found_limit_.store(nbytes); }
 
   private:
     void run();
@@ -89,6 +91,7 @@ class Group {
     Receiver receiver_;
     Rest rest_;
 
+    std::atomic<std::uint64_t> found_limit_{~std::uint64_t{0}};  // see limit_registrations()
     BoundedQueue<std::shared_ptr<Transfer>> submissions_;
     BoundedQueue<std::function<void()>> calls_;
     std::atomic<bool> stopping_{false};

@@ -45,6 +45,9 @@ class PolledNic final : public Nic {
     std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override {
         return nic_->register_memory(base, nbytes);
     }
+    std::unique_ptr<MemoryHandle> register_device(const DeviceMemory& memory) override {
+        return nic_->register_device(memory);
+    }
     PeerAddress insert_peer(std::span<const std::byte> address) override { return nic_->insert_peer(address); }
     void remove_peer(PeerAddress peer) override { nic_->remove_peer(peer); }
     PostResult post_write(const WriteOp& op) override { return posted(nic_->post_write(op)); }

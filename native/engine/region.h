@@ -29,10 +29,19 @@ class Segments {
     explicit Segments(std::vector<std::uint64_t> ends) : ends_(std::move(ends)) {}
 
     // Cuts `nbytes` every `most_bytes`.
-    static Segments of(std::uint64_t nbytes, std::uint64_t most_bytes) {
+    static Segments of(std::uint64_t nbytes, std::uint64_t most_bytes) { return Segments({nbytes}).cut(most_bytes); }
+    // Cuts each segment every `most_bytes` as well.
+    Segments cut(std::uint64_t most_bytes) const {
         std::vector<std::uint64_t> ends;
-        for (std::uint64_t end = 0; end < nbytes;) ends.push_back(end += std::min(most_bytes, nbytes - end));
+        std::uint64_t end = 0;
+        for (const auto border : ends_)
+            while (end < border) ends.push_back(end += std::min(most_bytes, border - end));
         return Segments(std::move(ends));
+    }
+    std::uint64_t largest() const {
+        std::uint64_t most = 0;
+        for (std::size_t i = 0; i < size(); ++i) most = std::max(most, ends_[i] - begin_of(i));
+        return most;
     }
 
     std::size_t size() const { return ends_.size(); }
@@ -64,6 +73,9 @@ struct Region {
     std::uint64_t nbytes = 0;
     std::uint32_t group = 0;
     Segments segments;
+    // Of device memory: the allocations that it consists of, and where each ends.
+    std::vector<DeviceMemory> parts;
+    Segments part_ends;
     // Emptied by deregistration and by Engine::close(), after the endpoints.
     Registrations rails;
     std::map<Epoch, std::unique_ptr<Share>> shares;  // by peer; guarded by the engine's mutex, and emptied like rails

@@ -16,13 +16,13 @@
 
 namespace fkv {
 
-// A registration on every NIC: [rail][segment].
-using Registrations = std::vector<std::vector<std::unique_ptr<MemoryHandle>>>;
+// A registration on every NIC: [rail][segment]. Regions of the same memory may have them in common; the last closes
+// them.
+using Registrations = std::vector<std::vector<std::shared_ptr<MemoryHandle>>>;
 
 // The kernel's side of a registration is shared with the parent: a forked child must leave it alone.
 inline void abandon(Registrations& rails) {
-    for (auto& rail : rails)
-        for (auto& handle : rail) static_cast<void>(handle.release());
+    static_cast<void>(new Registrations(std::move(rails)));  // never freed: nobody closes what it holds
 }
 
 // What one life of a peer was given, over all regions.

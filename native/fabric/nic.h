@@ -48,6 +48,19 @@ struct NicInfo {
                                    // even a payload under way. Software checks when a payload begins, if at all
     bool shared_memory = false;    // peers are processes of this host that copy into our memory themselves or leave it
                                    // to poll(): of one that has exited, nothing is anywhere but in our queue
+
+    // Whether register_device() may be called, and whether it takes dma-bufs.
+    bool device_memory = false;
+    bool dmabuf = false;
+};
+
+// A range of a CUDA device's memory, within one allocation.
+struct DeviceMemory {
+    void* base;
+    std::uint64_t nbytes;
+    int device;                       // CUDA's index in this process
+    int dmabuf_fd = -1;               // the allocation as a dma-buf; -1: there is none
+    std::uint64_t dmabuf_offset = 0;  // of `base` in it
 };
 
 // First member of whatever a caller passes as context: providers scribble in it until completion (FI_CONTEXT2).
@@ -147,6 +160,18 @@ class Nic {
     virtual std::vector<std::byte> address() const = 0;
 
     virtual std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) = 0;
+    // Of a dma-buf where there is one and the NIC takes it, else by address. The descriptor is the caller's, and may be
+    // closed afterwards.
+    virtual std::unique_ptr<MemoryHandle> register_device(const DeviceMemory& memory) {
+        OpError detail;
+        detail.op = "register";
+        detail.provider = info().provider;
+        detail.nic = info().domain;
+        throw Error(ErrorKind::kRegistration,
+                    "memory of cuda:" + std::to_string(memory.device) + " cannot be registered: provider " +
+                        info().provider + " on NIC " + info().domain + " was opened without device memory",
+                    std::move(detail));
+    }
 
     virtual PeerAddress insert_peer(std::span<const std::byte> address) = 0;
     // Only once nothing is outstanding to it, and it can send nothing any more: shm crashes otherwise.

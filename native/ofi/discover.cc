@@ -20,7 +20,7 @@ bool is_ip_address(const std::string& text) {
     return inet_pton(AF_INET, bare.c_str(), buffer) == 1 || inet_pton(AF_INET6, bare.c_str(), buffer) == 1;
 }
 
-InfoPtr make_hints(const std::string& provider) {
+InfoPtr make_hints(const std::string& provider, bool device_memory) {
     InfoPtr hints(Library::get().dupinfo(nullptr));
     if (!hints) throw Error(ErrorKind::kFabric, "fi_allocinfo failed: out of memory");
     hints->caps = FI_MSG | FI_RMA;
@@ -31,15 +31,23 @@ InfoPtr make_hints(const std::string& provider) {
     hints->domain_attr->threading = FI_THREAD_SAFE;  // registration runs beside the progress thread
     hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
     hints->domain_attr->cq_data_size = 4;  // immediates are 32 bits
+    if (device_memory) {
+        // Only where it is asked for: it leaves out providers without, and may cost those with it their inline sends.
+        hints->caps |= FI_HMEM;
+        hints->domain_attr->mr_mode |= FI_MR_HMEM;
+    }
     if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());
     return hints;
 }
 
-InfoPtr query(const std::string& provider, const std::string& address) {
-    auto hints = make_hints(provider);
+InfoPtr query(const std::string& provider, const std::string& address, bool device_memory = false) {
+    auto hints = make_hints(provider, device_memory);
+    // FI_MR_DMABUF is of a later version of the API, and providers go by the version that was asked for.
+    const auto api =
+        device_memory ? std::max(kApiVersion, std::min(Library::get().version, kDmabufVersion)) : kApiVersion;
     fi_info* list = nullptr;
     const char* node = address.empty() ? nullptr : address.c_str();
-    const int rc = Library::get().getinfo(kApiVersion, node, nullptr, node ? FI_SOURCE : 0, hints.get(), &list);
+    const int rc = Library::get().getinfo(api, node, nullptr, node ? FI_SOURCE : 0, hints.get(), &list);
     if (rc == -FI_ENODATA) return nullptr;
     if (rc) throw call_failed("fi_getinfo", rc, provider.empty() ? "any" : provider, address.empty() ? "any" : address);
     return InfoPtr(list);
@@ -151,7 +159,16 @@ std::vector<Offer> list_offers(const std::string& provider) {
 }
 
 std::vector<InfoPtr> find_nics(const NicRequest& request) {
-    const auto list = query(request.provider, "");
+    const bool device = request.device_memory;
+    const auto list = query(request.provider, "", device);
+    if (device && !list)
+        throw Error(ErrorKind::kFabric,
+                    "provider '" + (request.provider.empty() ? "any" : request.provider) +
+                        "' offers no endpoint that reaches device memory (FI_HMEM) in libfabric " +
+                        version_text(Library::get().version) + " (" + Library::get().path +
+                        "); without device memory it offers:" + list_text(query(request.provider, "").get()) +
+                        "\nHint: EngineOptions(device_memory=True) needs a libfabric that was built with CUDA, and its "
+                        "driver");
     auto usable = [&](const fi_info* info) { return !request.provider.empty() || is_rdma(info); };
     std::vector<InfoPtr> found;
     if (request.nics.empty()) {
@@ -181,7 +198,7 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
     }
     for (const auto& nic : request.nics) {
         const bool by_address = is_ip_address(nic);
-        const auto answer = by_address ? query(request.provider, nic) : nullptr;
+        const auto answer = by_address ? query(request.provider, nic, device) : nullptr;
         const fi_info* choice = nullptr;
         for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
             if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name)))

@@ -17,6 +17,7 @@ using InfoPtr = std::unique_ptr<fi_info, InfoDeleter>;
 struct NicRequest {
     std::string provider;           // empty: any provider that drives a real RDMA NIC
     std::vector<std::string> nics;  // domain names or IP addresses, each exactly one NIC; empty: the first offered
+    bool device_memory = false;     // only what reaches a GPU's memory (FI_HMEM)
 };
 
 // One fi_info per requested NIC, in the order of the request. Throws Error(kFabric) that says what was found, or

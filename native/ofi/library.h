@@ -32,6 +32,8 @@ struct Library {
 
 // The API that we are written against; 1.17 is the oldest that is supported.
 constexpr std::uint32_t kApiVersion = FI_VERSION(1, 17);
+// The first with FI_MR_DMABUF: fi_mr(3).
+constexpr std::uint32_t kDmabufVersion = FI_VERSION(1, 20);
 
 std::string version_text(std::uint32_t version);
 

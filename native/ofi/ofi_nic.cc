@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +26,7 @@
 #include <thread>
 
 #include "ofi/hang_up.h"
+#include "ofi/limits.h"
 #include "ofi/neighbours.h"
 
 namespace fkv::ofi {
@@ -33,8 +35,25 @@ namespace {
 // More operations than this in flight per NIC gain nothing and cost memory for their contexts.
 constexpr std::size_t kMaxDepth = 2048;
 
+// What is registered may be read and written from either side.
+constexpr std::uint64_t kAccess = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+
 // Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
 constexpr std::size_t kMaxName = 256;
+
+// Of newer headers than 1.17's: a flag of fi_mr_regattr(3), and what fi_mr_attr then points to in place of mr_iov.
+constexpr std::uint64_t kMrDmabuf = std::uint64_t{1} << 40;
+struct Dmabuf {
+    int fd;
+    std::uint64_t offset;
+    std::size_t len;
+    void* base_addr;
+};
+// fi_mr_attr has grown at its end, and providers may read all that their version has.
+struct MrAttr {
+    fi_mr_attr attr{};
+    std::uint64_t later[16] = {};
+};
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
@@ -59,7 +78,11 @@ using Fid = std::unique_ptr<F, Closer>;
 
 class OfiMemory final : public MemoryHandle {
   public:
-    OfiMemory(Fid<fid_mr> mr, std::uint64_t base) : mr_(std::move(mr)), base_(base) {}
+    OfiMemory(Fid<fid_mr> mr, std::uint64_t base, std::shared_ptr<std::atomic<std::size_t>> count)
+        : mr_(std::move(mr)), base_(base), count_(std::move(count)) {
+        count_->fetch_add(1);
+    }
+    ~OfiMemory() override { count_->fetch_sub(1); }
     bool close() override { return !mr_ || close_fid(mr_.release(), mr_.get_deleter().what); }
     std::uint64_t remote_base() const override { return base_; }
     std::uint64_t rkey() const override { return fi_mr_key(mr_.get()); }
@@ -68,6 +91,7 @@ class OfiMemory final : public MemoryHandle {
   private:
     Fid<fid_mr> mr_;
     std::uint64_t base_;
+    std::shared_ptr<std::atomic<std::size_t>> count_;
 };
 
 class OfiNic final : public Nic {
@@ -78,6 +102,7 @@ class OfiNic final : public Nic {
     const NicInfo& info() const override { return facts_; }
     std::vector<std::byte> address() const override { return address_; }
     std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override;
+    std::unique_ptr<MemoryHandle> register_device(const DeviceMemory& memory) override;
     PeerAddress insert_peer(std::span<const std::byte> address) override;
     void remove_peer(PeerAddress peer) override;
     PostResult post_write(const WriteOp& op) override;
@@ -94,6 +119,9 @@ class OfiNic final : public Nic {
     template <typename F, typename Open>
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
+    template <typename Call>
+    std::unique_ptr<MemoryHandle> registered(const char* op, const std::string& what, void* base, std::uint64_t nbytes,
+                                             Call&& call);
     void check_peer_address(std::span<const std::byte> address) const;
     template <typename Call>
     PostResult post(const char* op, PeerAddress peer, Call&& call);
@@ -115,6 +143,7 @@ class OfiNic final : public Nic {
     std::map<PeerAddress, Neighbour::Closed> neighbours_;  // peers in this process
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
     int wait_fd_ = -1;
+    std::shared_ptr<std::atomic<std::size_t>> num_mrs_ = std::make_shared<std::atomic<std::size_t>>(0);  // open ones
 };
 
 NicInfo facts_of(const fi_info& info) {
@@ -146,6 +175,8 @@ NicInfo facts_of(const fi_info& info) {
     facts.nic_checks_keys = facts.provider_keys && (mr_mode & FI_MR_ALLOCATED) &&
                             info.ep_attr->protocol != FI_PROTO_EFA && cache && std::string_view(cache) == "0";
     facts.shared_memory = info.ep_attr->protocol == FI_PROTO_SHM;
+    facts.device_memory = info.caps & FI_HMEM;
+    facts.dmabuf = facts.device_memory && !FI_VERSION_LT(Library::get().version, kDmabufVersion);
     return facts;
 }
 
@@ -217,8 +248,10 @@ void OfiNic::open_cq() {
     if (facts_.wait_fd && fi_control(&cq_->fid, FI_GETWAIT, &wait_fd_) != 0) facts_.wait_fd = false;
 }
 
-std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t nbytes) {
-    constexpr std::uint64_t access = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+// Registers by call(key, &mr).
+template <typename Call>
+std::unique_ptr<MemoryHandle> OfiNic::registered(const char* op, const std::string& what, void* base,
+                                                 std::uint64_t nbytes, Call&& call) {
     thread_local std::mt19937_64 random{std::random_device{}()};
     // Keys that a peer cannot guess, as wide as the provider takes; where the provider picks keys this one is ignored.
     const std::size_t key_bytes = std::min<std::size_t>(info_->domain_attr->mr_key_size, 8);
@@ -226,15 +259,14 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
     fid_mr* mr = nullptr;
     int rc = 0;
     for (int attempt = 0; attempt < 8; ++attempt) {
-        rc = fi_mr_reg(domain_.get(), base, nbytes, access, 0, facts_.provider_keys ? 0 : random() & mask, 0, &mr,
-                       nullptr);
+        rc = call(facts_.provider_keys ? 0 : random() & mask, &mr);
         if (rc != -FI_ENOKEY) break;  // taken: draw another
     }
     if (rc) {
-        auto failure = call_failed("fi_mr_reg", rc, facts_.provider, facts_.domain);
+        auto failure = call_failed(op, rc, facts_.provider, facts_.domain);
         throw Error(ErrorKind::kRegistration,
-                    std::string(failure.what()) + " for " + std::to_string(nbytes) +
-                        " bytes. Hint: the limit on locked memory (ulimit -l) must cover everything registered",
+                    std::string(failure.what()) + " for " + what + ": " +
+                        explain_refusal({-rc, nbytes, num_mrs_->load(), info_->domain_attr->mr_cnt, memory_limits()}),
                     failure.op());
     }
     Fid<fid_mr> owned(mr, Closer{"memory registration"});
@@ -247,7 +279,33 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
         }
     }
     return std::make_unique<OfiMemory>(std::move(owned),
-                                       facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0);
+                                       facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0, num_mrs_);
+}
+
+std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t nbytes) {
+    return registered("fi_mr_reg", std::to_string(nbytes) + " bytes", base, nbytes, [&](auto key, fid_mr** out) {
+        return fi_mr_reg(domain_.get(), base, nbytes, kAccess, 0, key, 0, out, nullptr);
+    });
+}
+
+std::unique_ptr<MemoryHandle> OfiNic::register_device(const DeviceMemory& memory) {
+    if (!facts_.device_memory) return Nic::register_device(memory);
+    const bool by_dmabuf = facts_.dmabuf && memory.dmabuf_fd >= 0;
+    const Dmabuf dmabuf{memory.dmabuf_fd, memory.dmabuf_offset, memory.nbytes, memory.base};
+    const iovec range{memory.base, memory.nbytes};
+    MrAttr wide;
+    auto& attr = wide.attr;
+    attr.mr_iov = by_dmabuf ? reinterpret_cast<const iovec*>(&dmabuf) : &range;
+    attr.iov_count = 1;
+    attr.access = kAccess;
+    attr.iface = FI_HMEM_CUDA;
+    attr.device.cuda = memory.device;
+    return registered(by_dmabuf ? "fi_mr_regattr(FI_MR_DMABUF)" : "fi_mr_regattr(FI_HMEM_CUDA)",
+                      std::to_string(memory.nbytes) + " bytes on cuda:" + std::to_string(memory.device), memory.base,
+                      memory.nbytes, [&](auto key, fid_mr** out) {
+                          attr.requested_key = key;
+                          return fi_mr_regattr(domain_.get(), &attr, by_dmabuf ? kMrDmabuf : 0, out);
+                      });
 }
 
 // What libfabric's address tables take badly. Each of these would harm other peers, so none may reach fi_av_insert.

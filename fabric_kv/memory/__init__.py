@@ -1,36 +1,52 @@
-"""Memory for KV caches that processes can share.
+"""Memory for KV caches that processes can share: on the host and on CUDA devices.
 
 >>> with allocate("cpu", 64 << 20) as cache, Engine("tcp", nics=["127.0.0.1"]) as engine:
 ...     pages = cache.array.reshape(-1, 4096)  # or torch.from_dlpack(cache)
 ...     with cache.region(engine) as region: ...
+>>> server = BufferServer("/run/kv/rank0", {"layer0": cache})  # in the process of a rank
+>>> buffers = import_buffers("/run/kv/rank0")  # in the process with the engine
 """
 
 from __future__ import annotations
 
-from ..errors import ConfigError
 from .buffer import BufferInfo, Exported, SharedBuffer
+from .device import DeviceBuffer
 from .host import HostBuffer
+from .imports import ImportedBuffers, import_buffers
+from .server import BufferServer
 
-__all__ = ["BufferInfo", "Exported", "HostBuffer", "SharedBuffer", "allocate"]
+__all__ = [
+    "BufferInfo",
+    "BufferServer",
+    "DeviceBuffer",
+    "Exported",
+    "HostBuffer",
+    "ImportedBuffers",
+    "SharedBuffer",
+    "allocate",
+    "import_buffers",
+]
 
 
-def allocate(device: str | int, nbytes: int) -> HostBuffer:
+def allocate(device: str | int, nbytes: int) -> HostBuffer | DeviceBuffer:
     """Allocate memory that can be registered with NICs and given to other processes.
 
     Parameters
     ----------
-    device : str
-        ``"cpu"``.
+    device : str or int
+        ``"cpu"``, or ``"cuda:N"`` or N for a CUDA device, as this process counts them.
     nbytes : int
         Any positive number; what is taken from the system is a multiple of its pages.
 
     Raises
     ------
     ConfigError
-        If there is no such kind of device, or ``nbytes`` is out of range.
+        If there is no such device, or ``nbytes`` is out of range.
     AllocationError
         If there is not so much memory.
+    DeviceError
+        If CUDA cannot be used, with what is missing.
     """
-    if device != "cpu":
-        raise ConfigError(f"device={device!r} is neither 'cpu' nor a CUDA device")
-    return HostBuffer.allocate(nbytes)
+    if device == "cpu":
+        return HostBuffer.allocate(nbytes)
+    return DeviceBuffer.allocate(device, nbytes)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_HANDLES", "BufferInfo", "Exported", "SharedBuffer"]
 
-MAX_HANDLES = 65536
+# Descriptors travel by the frame; so many sizes of handles still fit into one.
+MAX_HANDLES = 8192
 _Size = Annotated[int, Meta(ge=1, le=2**62)]
 
 
@@ -164,7 +165,6 @@ class SharedBuffer(ABC):
             region._lost = self._lost
         return region
 
-    @abstractmethod
     def export(self) -> Exported:
         """Descriptors for another process's ``import_``; the caller closes them.
 
@@ -173,7 +173,15 @@ class SharedBuffer(ABC):
         ConfigError
             If the buffer is imported itself: only its owner can tell when it ends.
         ClosedError
+            If it is closed.
+        AllocationError
+            If there are no more descriptors.
         """
+        return Exported(self._info, self._export_handles(0, MAX_HANDLES))
+
+    @abstractmethod
+    def _export_handles(self, first: int, most: int) -> list[int]:
+        """New descriptors of up to ``most`` handles from ``first`` on; as :meth:`export`."""
 
     # -- end -------------------------------------------------------------------------------------------------------
 

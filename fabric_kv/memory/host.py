@@ -228,12 +228,11 @@ class HostBuffer(SharedBuffer):
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # kDLCPU
 
-    def export(self) -> Exported:
-        """A descriptor for another process's :meth:`import_`; the caller closes it."""
+    def _export_handles(self, first: int, most: int) -> list[int]:
         with self._lock:
             self._check_exportable()
             try:
-                return Exported(self._info, [os.dup(self._fd)])
+                return [os.dup(self._fd)][first : first + most]
             except OSError as error:
                 raise _failed("dup", self.nbytes, error) from None
 

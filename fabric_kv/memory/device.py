@@ -233,13 +233,13 @@ class DeviceBuffer(SharedBuffer):
         kind = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self._lock, contextlib.ExitStack() as undo:
             self._check_exportable()
-            undo.enter_context(self._driver.current(self._index))
-            made = undo.enter_context(contextlib.ExitStack())
             fds = []
-            for handle in self._handles[first : first + most]:
-                fds.append(int(self._driver.call("cuMemExportToShareableHandle", handle, kind, 0, device=self._index)))
-                made.callback(os.close, fds[-1])
-            made.pop_all()
+            with self._driver.current(self._index):
+                for handle in self._handles[first : first + most]:
+                    fd = int(self._driver.call("cuMemExportToShareableHandle", handle, kind, 0, device=self._index))
+                    fds.append(fd)
+                    undo.callback(os.close, fd)
+            undo.pop_all()
         return fds
 
     def _unmap(self) -> None:

@@ -99,7 +99,8 @@ def test_names_sizes_epoch_and_bytes_arrive(path: str, abstract: bool, buffers: 
             assert (imported.epoch, imported.label, imported.pid) == (b"e" * 16, "rank 1", os.getpid())
             for i, name in enumerate(buffers):
                 assert imported[name].nbytes == 5000 + i
-                assert isinstance(twin := imported[name], HostBuffer)
+                twin = imported[name]
+                assert isinstance(twin, HostBuffer)
                 twin.array[-1] = 100 + i
                 assert buffers[name].array[-1] == 100 + i
             server.wait_importers(1, LONG)
@@ -119,7 +120,8 @@ def test_many_buffers_cost_the_importer_no_descriptors(path: str) -> None:
 def test_a_killed_owner_is_noticed_and_its_memory_stays(path: str) -> None:
     told: list[SharingError] = []
     with owner(path) as process, import_buffers(path, timeout_s=LONG, pid=process.pid) as imported:
-        assert isinstance(buffer := imported["layer1"], HostBuffer)
+        buffer = imported["layer1"]
+        assert isinstance(buffer, HostBuffer)
         imported.on_lost(told.append)
         imported.check()
         process.kill()
@@ -349,7 +351,8 @@ def test_a_live_server_is_not_replaced_and_a_file_is_not_removed(path: str, buff
 def test_close_says_what_is_in_use_and_can_be_called_again(path: str, buffers: dict[str, HostBuffer]) -> None:
     with BufferServer(path, buffers):
         imported = import_buffers(path, timeout_s=LONG)
-        assert isinstance(buffer := imported["layer0"], HostBuffer)
+        buffer = imported["layer0"]
+        assert isinstance(buffer, HostBuffer)
         array = buffer.array
         with pytest.raises(ConfigError, match=r"1 of 3 buffers .* in use"):
             imported.close()

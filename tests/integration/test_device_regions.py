@@ -1,0 +1,103 @@
+"""Device memory registered and written into by an engine, over stand-ins for CUDA's driver and for libfabric.
+
+It proves nothing about hardware: what is looked at is what libfabric is given, and that pages arrive across seams.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric_kv import _native
+
+from ..cuda_standin import build, build_fabric_standin
+
+pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: pip install 'fabric_kv[cuda]'")
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import ctypes, gc, os, sys
+from pathlib import Path
+import numpy as np
+cuda = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from fabric_kv import Engine, EngineOptions, RegistrationError
+from fabric_kv.memory import DeviceBuffer, HostBuffer
+
+options = EngineOptions(device_memory=True)
+handle = 1 << 16
+with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
+     Engine("tcp", nics=["127.0.0.1"], options=options) as there:
+    rail = here.describe()["groups"][0]["rails"][0]
+    print("rail", rail["device_memory"], rail["dmabuf"])
+    source = HostBuffer.allocate(3 * handle)
+    target = DeviceBuffer.allocate("cuda:1", 3 * handle, handle_bytes=handle)
+    rng = np.random.default_rng(5)
+    source.array[:] = rng.integers(0, 256, source.nbytes, np.uint8)
+    fds = len(os.listdir("/proc/self/fd"))
+    src, dst = source.region(here), target.region(there)
+    print("ends", dst.remote.segment_ends)
+    page = 24 * 1024                      # every third one lies across two handles
+    counter = there.counter(unit_bytes=4096, expected_units=8 * 6)
+    peer = here.add_peer(there.address)
+    here.write_pages(peer, src, dst.remote, range(8), range(7, -1, -1), page_bytes=page, token=counter.token).result(30)
+    counter.result(30)
+    got = np.frombuffer(target.read(0, 8 * page), np.uint8).reshape(8, page)
+    assert (got[::-1] == source.array[: 8 * page].reshape(8, page)).all()
+    again = target.region(there)          # the same buffer: the same registration
+    print("same", again.remote == dst.remote)
+    bare = there.register((target.address + 100, handle, "cuda"))
+    print("bare", bare.remote.segment_ends, bare.remote.rails != dst.remote.rails)
+    cuda.standin_fail(b"cuMemGetHandleForAddressRange", 999, 1)
+    try:
+        there.register((target.address, 3 * handle, "cuda:1"))
+    except Exception as error:
+        print("failed", type(error).__name__)
+    for region in (again, dst, bare, src):
+        region.close()
+    cuda.standin_fail(b"", 0, 0)
+    log = ctypes.CDLL(os.environ["FABRIC_KV_LIBFABRIC_HOME"] + "/libfabric.so.1").not_a_fabric_log
+    log.restype = ctypes.c_char_p
+    print(log().decode(), end="")
+target.close()
+source.close()
+held = (ctypes.c_long * 6)()
+cuda.standin_held(held)
+print("held", list(held))
+"""
+
+
+@pytest.mark.parametrize(("version", "kind"), [("1.20", "dmabuf"), ("1.19", "hmem")])
+def test_each_handle_is_registered_and_pages_cross_the_seams(tmp_path: Path, version: str, kind: str) -> None:
+    build_fabric_standin(tmp_path)
+    cuda = build("not_a_gpu.c", "libcuda.so.1", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(cuda)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "FABRIC_KV_LIBFABRIC_HOME": str(tmp_path),
+            "REAL_LIBFABRIC": _native.library()[0],
+            "STANDIN_FABRIC_VERSION": version,
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    handle = 1 << 16
+    offset = 100 if kind == "dmabuf" else 0
+    assert done.stdout.splitlines() == [
+        f"rail True {kind == 'dmabuf'}",
+        f"ends {(handle, 2 * handle, 3 * handle)}",
+        "same True",
+        f"bare {(handle - 100, handle)} True",
+        "failed DeviceError",
+        *[f"{kind} cuda:1 {handle}+0"] * 3,
+        f"{kind} cuda:1 {handle - 100}+{offset}",
+        f"{kind} cuda:1 100+0",
+        "held [0, 0, 0, 0, 0, 0]",
+    ]

@@ -1,0 +1,219 @@
+"""Device memory on a stand-in for CUDA's driver, by the real cuda-bindings: every call, every failure, nothing left.
+
+It proves nothing about hardware: tests/lab/test_device_memory.py runs the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_kv import ConfigError, DeviceError, FabricKVError, RegistrationError, SharingError
+from fabric_kv.memory import DeviceBuffer, visibility
+from fabric_kv.memory.driver import load_driver
+from fabric_kv.memory.ranges import device_parts
+
+from ..cuda_standin import load_driver_standin
+
+pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: pip install 'fabric_kv[cuda]'")
+from ..cuda_standin.device_suite import *  # noqa: F403
+
+ROOT = Path(__file__).parents[2]
+OWNED_SOMEWHERE = "cuda-bindings has another libcuda.so.1 in this process already"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if "libcuda.so" in Path("/proc/self/maps").read_text():
+        pytest.skip(OWNED_SOMEWHERE)
+    return load_driver_standin(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def lib(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    load_driver()  # cuda-bindings resolves functions once, and keeps descriptors of its own
+    yield library
+    library.standin_fail(b"", 0, 0)
+    library.standin_set_rdma_capable(1)
+    for number, value in ((102, 1), (103, 1), (110, 1), (124, 1), (118, 100), (117, 0)):
+        library.standin_set_attribute(number, value)
+    visibility._needs_flush.cache_clear()
+
+
+def count(lib: ctypes.CDLL) -> tuple[list[int], int]:
+    gc.collect()
+    numbers = (ctypes.c_long * 6)()
+    lib.standin_held(numbers)
+    return list(numbers), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def held(lib: ctypes.CDLL) -> Callable[[], object]:
+    return lambda: count(lib)
+
+
+# What each step calls, with how many calls of that name come before the one that fails.
+def use_all() -> None:
+    """Everything that a process does with device memory."""
+    with DeviceBuffer.allocate(1, 3 << 16, handle_bytes=1 << 16) as buffer:
+        buffer.write(0, b"abc")
+        with buffer.export() as exported, DeviceBuffer.import_(exported) as twin:
+            assert twin.read(0, 3) == b"abc"
+        with device_parts(buffer.address, buffer.nbytes) as (device, parts):
+            assert (device, len(parts)) == (1, 3)
+
+
+def calls(lib: ctypes.CDLL) -> dict[str, int]:
+    names = [line.split("(")[0].split()[-1] for line in (ROOT / "tests/cuda_standin/not_a_gpu.c").read_text().splitlines()
+             if line.startswith("int cu")]  # fmt: skip
+    return {name: lib.standin_calls(name.encode()) for name in names}
+
+
+def test_an_error_at_any_call_is_typed_and_leaves_nothing(lib: ctypes.CDLL) -> None:
+    nothing = count(lib)
+    before = calls(lib)
+    use_all()
+    assert count(lib) == nothing
+    used = {name: n - before[name] for name, n in calls(lib).items() if n > before[name]}
+    assert {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuCtxPushCurrent"} <= set(used)
+    num_failures = 0
+    for name, times in used.items():
+        for skip in range(times):
+            lib.standin_fail(name.encode(), 999, skip)
+            try:
+                use_all()
+            except FabricKVError as error:
+                num_failures += 1
+                assert isinstance(error, DeviceError | RegistrationError | SharingError), error  # noqa: PT017
+                assert name in str(error), error  # noqa: PT017
+            assert lib.standin_failed(), (name, skip)
+            now = count(lib)
+            assert now == nothing, (name, skip, now)
+    # All but the one that ends a thing that is gone by then would be silent; none is.
+    assert num_failures == sum(used.values())
+
+
+def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ctypes.CDLL) -> None:
+    nothing = count(lib)
+    with DeviceBuffer.allocate(0, 100) as good, good.export():
+        lib.standin_set_rdma_capable(0)
+        with pytest.raises(DeviceError, match="not GPUDirect RDMA capable"):
+            DeviceBuffer.allocate(0, 100)
+        lib.standin_set_rdma_capable(1)
+    assert count(lib) == nothing
+    for attribute, words in ((102, "virtual memory"), (103, "file descriptors"), (110, "GPUDirect RDMA")):
+        lib.standin_set_attribute(attribute, 0)
+        with pytest.raises(DeviceError, match=words):
+            DeviceBuffer.allocate(0, 100)
+        lib.standin_set_attribute(attribute, 1)
+
+
+def test_foreign_memory_without_the_flag_is_refused_at_registration(lib: ctypes.CDLL) -> None:
+    driver = load_driver()
+    api = driver.api
+    prop = api.CUmemAllocationProp()
+    prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.requestedHandleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    handle = driver.call("cuMemCreate", 1 << 16, prop, 0)
+    address = int(driver.call("cuMemAddressReserve", 1 << 16, 1 << 16, 0, 0))
+    driver.call("cuMemMap", address, 1 << 16, 0, handle, 0)
+    with pytest.raises(RegistrationError, match="were not allocated for GPUDirect RDMA"), device_parts(address, 100):
+        pass
+    driver.call("cuMemUnmap", address, 1 << 16)
+    driver.call("cuMemAddressFree", address, 1 << 16)
+    driver.call("cuMemRelease", handle)
+
+
+def test_without_dmabufs_parts_have_none(lib: ctypes.CDLL) -> None:
+    lib.standin_set_attribute(124, 0)
+    with DeviceBuffer.allocate(0, 100) as buffer, device_parts(buffer.address, 100) as (_, parts):
+        assert parts == [(100, -1, 0)]
+
+
+def test_a_thread_that_never_saw_cuda_has_the_context_it_needs(lib: ctypes.CDLL) -> None:
+    done: list[bytes] = []
+
+    def work() -> None:
+        with DeviceBuffer.allocate(1, 100) as buffer:
+            buffer.write(0, b"x")
+            with device_parts(buffer.address, 100):
+                done.append(buffer.read(0, 1))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert done == [b"x"]
+
+
+@pytest.mark.parametrize(("ordering", "options", "flushes"), [(0, 1, 1), (100, 1, 0), (200, 0, 0)])
+def test_writes_are_flushed_only_where_their_order_is_not_granted(
+    lib: ctypes.CDLL, ordering: int, options: int, flushes: int
+) -> None:
+    visibility._needs_flush.cache_clear()
+    lib.standin_set_attribute(118, ordering)
+    lib.standin_set_attribute(117, options)
+    before = lib.standin_calls(b"cuFlushGPUDirectRDMAWrites")
+    assert visibility.flush_remote_writes(0) == bool(flushes)
+    assert lib.standin_calls(b"cuFlushGPUDirectRDMAWrites") == before + flushes
+
+
+def test_a_device_without_order_and_without_flush_is_refused(lib: ctypes.CDLL) -> None:
+    visibility._needs_flush.cache_clear()
+    lib.standin_set_attribute(118, 0)
+    lib.standin_set_attribute(117, 0)
+    with pytest.raises(DeviceError, match="neither keeps GPUDirect writes in order"):
+        visibility.flush_remote_writes(0)
+
+
+def test_tensors_that_are_taken_are_given_back_by_their_deleter(lib: ctypes.CDLL) -> None:
+    buffer = DeviceBuffer.allocate(0, 100)
+    capsule: Any = buffer.__dlpack__()
+    api = ctypes.pythonapi
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    at = api.PyCapsule_GetPointer(ctypes.py_object(capsule), b"dltensor")
+    api.PyCapsule_SetName(ctypes.py_object(capsule), used := ctypes.c_char_p(b"used_dltensor"))
+    del capsule  # taken: its end is not the tensor's
+    assert used.value
+    with pytest.raises(ConfigError, match=r"1 tensor\(s\)"):
+        buffer.close()
+    deleter = ctypes.cast(ctypes.c_void_p.from_address(at + 56).value or 0, ctypes.CFUNCTYPE(None, ctypes.c_void_p))
+    deleter(at)
+    buffer.close()
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        | environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [("cuda", "pip install 'fabric_kv[cuda]'"), ("libcuda", "NVIDIA's driver (libcuda.so.1)")],
+)
+def test_what_is_missing_is_said_at_use(hidden: str, words: str) -> None:
+    if hidden == "libcuda" and run("import ctypes; ctypes.CDLL('libcuda.so.1')").returncode == 0:
+        pytest.skip("this machine has NVIDIA's driver")
+    done = run(
+        "import sys\n"
+        + ("sys.modules['cuda.bindings'] = None\n" if hidden == "cuda" else "")
+        + "from fabric_kv import DeviceError\nfrom fabric_kv.memory import allocate\n"
+        "try: allocate('cuda:0', 1)\nexcept DeviceError as error: print(error)"
+    )
+    assert words in done.stdout, done

@@ -13,6 +13,7 @@ prepared; what is left for a submission is to look at its page lists.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ class Prepared:
         """
         for region in self._keep:
             if region._lost is not None:
-                raise region._lost.with_traceback(None)
+                raise copy(region._lost)
         if deadline_s is not None:
             check_deadline(deadline_s)
         if token is not None:

@@ -9,6 +9,7 @@ What only the core can check (pages against their regions) it checks itself, bef
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
     if piece.src._engine is not engine:
         raise ConfigError(f"{piece.src!r} was registered with another engine")
     if piece.src._lost is not None:
-        raise piece.src._lost.with_traceback(None)
+        raise copy(piece.src._lost)  # the one that is kept would keep the frames that it passes
     sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
     row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
     if min(*sizes, *row_sizes) < 0 or max(*sizes, *row_sizes) >= 2**63:

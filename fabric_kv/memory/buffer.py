@@ -14,6 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -215,7 +216,7 @@ class SharedBuffer(ABC):
 
     def _check(self) -> None:
         if self._lost is not None:
-            raise self._lost.with_traceback(None)
+            raise copy(self._lost)
         if self.closed:
             raise ClosedError(f"{self!r} is closed")
 

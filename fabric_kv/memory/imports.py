@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from typing import Self, TypeVar
 
 from ..errors import ConfigError, FabricKVError, SharingError
@@ -196,7 +197,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
     def check(self) -> None:
         """Raise :attr:`lost`, if the owner is lost."""
         if self._owner.lost is not None:
-            raise self._owner.lost.with_traceback(None)
+            raise copy(self._owner.lost)
 
     def on_lost(self, fn: Callable[[SharingError], None] | None) -> None:
         """Call ``fn(error)`` once when the owner is lost, on the thread that watches it, or now if it is lost."""

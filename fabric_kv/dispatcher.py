@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .config import EngineOptions
 from .errors import (
     ClosedError,
+    FabricKVError,
     InternalError,
     ProtocolError,
     TransferCancelledError,
@@ -49,6 +50,10 @@ _POLL_S = 1.0
 _STOP_S = 5.0
 
 
+def _nothing(_group: int) -> None:
+    pass
+
+
 class Dispatcher:
     """Owns the tables of open transfers and counters."""
 
@@ -61,6 +66,8 @@ class Dispatcher:
         self._manual = options.dispatch == "manual"
         self.transfers: dict[int, Transfer] = {}  # guarded by lock
         self.counters: dict[tuple[int, int, int], Counter] = {}  # guarded by lock
+        # Makes what has arrived in a group visible where it must be, before a counter of that group ends.
+        self.before_ready: Callable[[int], None] = _nothing
         self.on_peer_lost: Callable[[bytes, str], None] | None = None
         self.on_notify: Callable[[int, int], None] | None = None
         self.on_stalled: Callable[[Stall], None] | None = None
@@ -275,6 +282,11 @@ class Dispatcher:
         if counter is None:
             return
         if fired:
-            counter._succeed(None)
+            try:
+                self.before_ready(group)
+            except FabricKVError as error:
+                counter._fail(error)
+            else:
+                counter._succeed(None)
         else:
             counter._fail(ProtocolError(f"{counter!r}: more units arrived than were expected"))

@@ -28,6 +28,7 @@ from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .futures import Completion
 from .memory.buffer import SharedBuffer
+from .memory.visibility import Visibility
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .submission import PageList, check_deadline, check_token, encode_pieces
@@ -161,6 +162,7 @@ class Engine:
         self._registered: weakref.WeakValueDictionary[tuple[int, int, int], MemoryRegion] = (
             weakref.WeakValueDictionary()
         )
+        self._visibility = Visibility()
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
         _engines.add(self)
         self._dispatcher.start()
@@ -306,7 +308,10 @@ class Engine:
         from .memory.ranges import device_parts
 
         with device_parts(found.address, found.nbytes) as (device, parts):
-            return self._native.register_device(found.address, device, parts, group)
+            native = self._native.register_device(found.address, device, parts, group)
+        self._visibility.add(group, device)
+        self._dispatcher.before_ready = self._visibility.flush
+        return native
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from .device import DeviceBuffer
 from .host import HostBuffer
 from .imports import ImportedBuffers, import_buffers
 from .server import BufferServer
+from .visibility import flush_remote_writes
+from .words import WatchWord
 
 __all__ = [
     "BufferInfo",
@@ -23,7 +25,9 @@ __all__ = [
     "HostBuffer",
     "ImportedBuffers",
     "SharedBuffer",
+    "WatchWord",
     "allocate",
+    "flush_remote_writes",
     "import_buffers",
 ]
 

@@ -21,7 +21,7 @@ from .buffer import MAX_HANDLES, BufferInfo, Exported, SharedBuffer
 from .dlpack import CUDA, device_capsule
 from .driver import Driver, device_index, load_driver
 
-__all__ = ["DeviceBuffer"]
+__all__ = ["DeviceBuffer", "release_on_device"]
 
 _NEEDED = {
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "virtual memory management (cuMemCreate)",
@@ -168,7 +168,7 @@ class DeviceBuffer(SharedBuffer):
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         driver.call("cuMemSetAccess", address, total, [access], 1, device=index, nbytes=total)
         buffer = cls(info, driver, index, address, handles, imported=imported)
-        buffer._finalizer = weakref.finalize(buffer, _release, driver, index, owned.pop_all())
+        buffer._finalizer = weakref.finalize(buffer, release_on_device, driver, index, owned.pop_all())
         return buffer
 
     # -- facts -----------------------------------------------------------------------------------------------------
@@ -270,12 +270,17 @@ def _check_flag(driver: Driver, index: int, handle: Any) -> None:
         )
 
 
-def _release(driver: Driver, index: int, owned: contextlib.ExitStack) -> None:
+def release_on_device(driver: Driver, index: int, owned: contextlib.ExitStack) -> None:
+    """Undo what ``owned`` holds, with the device's context current; nothing in a forked child."""
     if os.getpid() != driver.pid:  # the memory is the parent's, and CUDA does not work in a forked child
         owned.pop_all()
         return
     with contextlib.ExitStack() as undo:
         try:
             undo.enter_context(driver.current(index))
-        finally:
-            owned.close()
+        except DeviceError:
+            # Any call may report an earlier error of somebody else's instead of its own.
+            with driver.current(index):
+                owned.close()
+            raise
+        owned.close()

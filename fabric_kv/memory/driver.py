@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ class Driver:
     def __init__(self, api: ModuleType) -> None:
         self.api: Any = api
         self.pid = os.getpid()  # CUDA does not survive a fork
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}  # retained, guarded by _lock
 
     def call(self, name: str, *args: Any, device: int | None = None, nbytes: int | None = None) -> Any:
         """Call a function of the driver; its result, a tuple if there are several, None if there is none.
@@ -99,13 +102,16 @@ class Driver:
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
         """Make the device's primary context current on this thread, and put back what was."""
-        handle = self.handle(device)
-        context = self.call("cuDevicePrimaryCtxRetain", handle, device=device)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.call, "cuDevicePrimaryCtxRelease", handle, device=device)
-            self.call("cuCtxPushCurrent", context, device=device)
-            undo.callback(self.call, "cuCtxPopCurrent", device=device)
+        with self._lock:
+            # Kept until the process ends: the last one to release it destroys it, with everything in it.
+            if device not in self._contexts:
+                self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self.handle(device), device=device)
+            context = self._contexts[device]
+        self.call("cuCtxPushCurrent", context, device=device)
+        try:
             yield
+        finally:
+            self.call("cuCtxPopCurrent", device=device)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import functools
 from ..errors import DeviceError
 from .driver import Driver, load_driver
 
-__all__ = ["flush_remote_writes"]
+__all__ = ["Visibility", "flush_remote_writes"]
 
 _OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, and the flush's scope of the same meaning
 _BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
@@ -60,3 +60,19 @@ def flush_remote_writes(device: int) -> bool:
     with driver.current(device):
         driver.call("cuFlushGPUDirectRDMAWrites", target, scope, device=device)
     return True
+
+
+class Visibility:
+    """Which devices an engine's groups write to. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, frozenset[int]] = {}
+
+    def add(self, group: int, device: int) -> None:
+        """From now on what arrives in the group may be for this device."""
+        self._devices[group] = self._devices.get(group, frozenset()) | {device}
+
+    def flush(self, group: int) -> None:
+        """Make what has arrived in the group visible; as :func:`flush_remote_writes`."""
+        for device in self._devices.get(group, ()):
+            flush_remote_writes(device)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fabric_kv import ClosedError, ConfigError, DeviceError, RegistrationError, SharingError
 from fabric_kv.buffers import locate
-from fabric_kv.memory import BufferServer, DeviceBuffer, Exported, HostBuffer, allocate, import_buffers
+from fabric_kv.memory import BufferServer, DeviceBuffer, Exported, HostBuffer, WatchWord, allocate, import_buffers
 from fabric_kv.memory.buffer import BufferInfo
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
@@ -194,3 +195,39 @@ def test_no_context_is_left_current() -> None:
     with DeviceBuffer.allocate(0, 100) as buffer:
         buffer.write(0, np.arange(4, dtype=np.uint8).tobytes())
     assert int(driver.call("cuCtxGetCurrent")) == before
+
+
+def synchronize() -> None:
+    """Wait for the default stream; the stand-in has none, and does everything at once."""
+    driver = load_driver()
+    with driver.current(0):
+        if Path("/dev/nvidiactl").exists():
+            driver.call("cuCtxSynchronize")
+
+
+def test_a_stream_and_a_kernel_write_a_watchs_word(held: Held) -> None:
+    before = held()
+    with WatchWord(0) as word:
+        array = word.array
+        assert array.tolist() == [0]
+        word.set_step(7)
+        word.bump()
+        word.bump(layers=2)
+        synchronize()
+        assert array.tolist() == [7 << 16 | 3]
+        word.set_step((1 << 48) - 1, layers=5)
+        synchronize()
+        assert array.tolist() == [((1 << 48) - 1) << 16 | 5]
+        for wrong in ((1 << 48, 0), (-1, 0), (0, 1 << 16), (0, -1)):
+            with pytest.raises(ConfigError):
+                word.set_step(wrong[0], layers=wrong[1])
+        for layers in (0, -1, 1 << 16):
+            with pytest.raises(ConfigError):
+                word.bump(layers=layers)
+        del array
+    word.close()
+    with pytest.raises(ClosedError):
+        word.bump()
+    del word
+    gc.collect()
+    assert held() == before

@@ -153,9 +153,11 @@ void standin_held(long out[6]) {
 
 int cuInit(unsigned flags) {
     ENTER;
-    if (!attributes[102])
+    static int begun;
+    if (!begun++) {
         attributes[102] = attributes[103] = attributes[110] = attributes[116] = attributes[124] = attributes[122] = 1;
-    if (!attributes[118]) attributes[118] = 100;
+        attributes[118] = 100;
+    }
     return flags ? INVALID_VALUE : OK;
 }
 int cuDriverGetVersion(int* version) {
@@ -408,6 +410,44 @@ int cuStreamWriteValue64(void* stream, uintptr_t at, uint64_t value, unsigned fl
     return OK;
 }
 
+int cuModuleLoadData(void** module, const char* image) {
+    ENTER;
+    NEEDS_CONTEXT;
+    /* No compiler for PTX is here: what the kernel does is done below, by its name. */
+    if (!strstr(image, ".visible .entry fabric_kv_bump(") || !strstr(image, "st.release.sys")) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    ++num_handles;
+    pthread_mutex_unlock(&lock);
+    *module = (void*)0x40d;
+    return OK;
+}
+int cuModuleUnload(void* module) {
+    int rc = enter(__func__);
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    --num_handles;
+    pthread_mutex_unlock(&lock);
+    return module == (void*)0x40d ? rc : INVALID_HANDLE;
+}
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+    ENTER;
+    NEEDS_CONTEXT;
+    *function = (void*)0xf;
+    return module == (void*)0x40d && !strcmp(name, "fabric_kv_bump") ? OK : NOT_FOUND;
+}
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** arguments, void** extra) {
+    ENTER;
+    NEEDS_CONTEXT;
+    (void)stream;
+    Range range;
+    if (function != (void*)0xf || gx * gy * gz * bx * by * bz != 1 || shared || extra) return INVALID_VALUE;
+    uint64_t* word = *(uint64_t**)arguments[0];
+    if (find(registered, (uintptr_t)word, &range, 0, 0)) return INVALID_VALUE;
+    __atomic_store_n(word, *word + *(uint64_t*)arguments[1], __ATOMIC_RELEASE);
+    return OK;
+}
+
 /* -- how cuda-bindings finds all this ---------------------------------------------------------------------------------- */
 
 #define EACH(do)                                                                                                        \
@@ -417,7 +457,8 @@ int cuStreamWriteValue64(void* stream, uintptr_t at, uint64_t value, unsigned fl
     do(cuMemExportToShareableHandle) do(cuMemImportFromShareableHandle) do(cuMemAddressReserve) do(cuMemAddressFree)    \
     do(cuMemMap) do(cuMemUnmap) do(cuMemSetAccess) do(cuPointerGetAttribute) do(cuMemGetAddressRange)                   \
     do(cuMemGetHandleForAddressRange) do(cuMemcpyDtoH) do(cuMemcpyHtoD) do(cuFlushGPUDirectRDMAWrites)                  \
-    do(cuMemHostRegister) do(cuMemHostUnregister) do(cuMemHostGetDevicePointer) do(cuStreamWriteValue64)
+    do(cuMemHostRegister) do(cuMemHostUnregister) do(cuMemHostGetDevicePointer) do(cuStreamWriteValue64)    \
+    do(cuModuleLoadData) do(cuModuleUnload) do(cuModuleGetFunction) do(cuLaunchKernel)
 
 int cuGetProcAddress_v2(const char* symbol, void** out, int version, uint64_t flags, int* status) {
     (void)version;

@@ -24,9 +24,12 @@ import ctypes, gc, os, sys
 from pathlib import Path
 import numpy as np
 cuda = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-from fabric_kv import Engine, EngineOptions, RegistrationError
+from fabric_kv import Engine, EngineOptions
 from fabric_kv.memory import DeviceBuffer, HostBuffer
 
+cuda.cuInit(0)
+cuda.standin_set_attribute(118, 0)        # writes come in no order ...
+cuda.standin_set_attribute(117, 1)        # ... and the host may flush them
 options = EngineOptions(device_memory=True)
 handle = 1 << 16
 with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
@@ -45,8 +48,13 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
     peer = here.add_peer(there.address)
     here.write_pages(peer, src, dst.remote, range(8), range(7, -1, -1), page_bytes=page, token=counter.token).result(30)
     counter.result(30)
+    print("flushes", cuda.standin_calls(b"cuFlushGPUDirectRDMAWrites"))
     got = np.frombuffer(target.read(0, 8 * page), np.uint8).reshape(8, page)
     assert (got[::-1] == source.array[: 8 * page].reshape(8, page)).all()
+    cuda.standin_fail(b"cuFlushGPUDirectRDMAWrites", 999, 0)
+    unseen = there.counter(unit_bytes=4096, expected_units=1)
+    here.write(peer, src, 0, dst.remote, 0, 4096, token=unseen.token).result(30)
+    print("unseen", type(unseen.exception(30)).__name__)
     again = target.region(there)          # the same buffer: the same registration
     print("same", again.remote == dst.remote)
     bare = there.register((target.address + 100, handle, "cuda"))
@@ -93,11 +101,13 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(tmp_path: Path, ver
     assert done.stdout.splitlines() == [
         f"rail True {kind == 'dmabuf'}",
         f"ends {(handle, 2 * handle, 3 * handle)}",
+        "flushes 1",
+        "unseen DeviceError",
         "same True",
         f"bare {(handle - 100, handle)} True",
         "failed DeviceError",
         *[f"{kind} cuda:1 {handle}+0"] * 3,
         f"{kind} cuda:1 {handle - 100}+{offset}",
         f"{kind} cuda:1 100+0",
-        "held [0, 0, 0, 0, 0, 0]",
+        "held [0, 0, 0, 1, 0, 0]",  # the context is kept,
     ]

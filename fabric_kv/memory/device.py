@@ -71,8 +71,8 @@ class DeviceBuffer(SharedBuffer):
         """
         if not isinstance(nbytes, int) or not 0 < nbytes <= 2**62:
             raise ConfigError(f"nbytes={nbytes!r} must be an integer in [1, 2^62]")
+        index = device_index(device)
         driver = load_driver()
-        index = device_index(driver, device)
         for attribute, what in _NEEDED.items():
             if not driver.attribute(attribute, index):
                 raise DeviceError(

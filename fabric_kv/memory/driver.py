@@ -138,18 +138,20 @@ def load_driver() -> Driver:
     return _load(os.getpid())
 
 
-def device_index(driver: Driver, device: str | int) -> int:
-    """The number that ``"cuda:N"``, ``"cuda"`` or N means.
+def device_index(device: str | int) -> int:
+    """The number that ``"cuda:N"``, ``"cuda"`` or N means, if there is such a device.
 
     Raises
     ------
     ConfigError
         If it means none, or there is no such device.
+    DeviceError
+        As :func:`load_driver`.
     """
     text = str(device).removeprefix("cuda").removeprefix(":") or "0"
     if isinstance(device, bool) or not text.isdecimal():
         raise ConfigError(f"device={device!r} is neither 'cpu' nor a CUDA device: 'cuda:N' or N")
-    index, count = int(text), driver.num_devices()
+    index, count = int(text), load_driver().num_devices()
     if index >= count:
         raise ConfigError(f"device={device!r} does not exist: this process sees {count} CUDA device(s)")
     return index

@@ -69,8 +69,8 @@ class WatchWord:
     """
 
     def __init__(self, device: str | int) -> None:
+        index = device_index(device)
         driver = load_driver()
-        index = device_index(driver, device)
         if not driver.attribute("CAN_USE_64_BIT_STREAM_MEM_OPS", index):
             raise DeviceError(
                 f"cuda:{index} cannot write 64-bit words from streams: CAN_USE_64_BIT_STREAM_MEM_OPS is 0",

@@ -290,22 +290,34 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
 
 std::unique_ptr<MemoryHandle> OfiNic::register_device(const DeviceMemory& memory) {
     if (!facts_.device_memory) return Nic::register_device(memory);
-    const bool by_dmabuf = facts_.dmabuf && memory.dmabuf_fd >= 0;
     const Dmabuf dmabuf{memory.dmabuf_fd, memory.dmabuf_offset, memory.nbytes, memory.base};
     const iovec range{memory.base, memory.nbytes};
-    MrAttr wide;
-    auto& attr = wide.attr;
-    attr.mr_iov = by_dmabuf ? reinterpret_cast<const iovec*>(&dmabuf) : &range;
-    attr.iov_count = 1;
-    attr.access = kAccess;
-    attr.iface = FI_HMEM_CUDA;
-    attr.device.cuda = memory.device;
-    return registered(by_dmabuf ? "fi_mr_regattr(FI_MR_DMABUF)" : "fi_mr_regattr(FI_HMEM_CUDA)",
-                      std::to_string(memory.nbytes) + " bytes on cuda:" + std::to_string(memory.device), memory.base,
-                      memory.nbytes, [&](auto key, fid_mr** out) {
-                          attr.requested_key = key;
-                          return fi_mr_regattr(domain_.get(), &attr, by_dmabuf ? kMrDmabuf : 0, out);
-                      });
+    const auto what = std::to_string(memory.nbytes) + " bytes on cuda:" + std::to_string(memory.device);
+    const auto try_by = [&](const char* op, const void* place, std::uint64_t flags) {
+        MrAttr wide;
+        auto& attr = wide.attr;
+        attr.mr_iov = static_cast<const iovec*>(place);
+        attr.iov_count = 1;
+        attr.access = kAccess;
+        attr.iface = FI_HMEM_CUDA;
+        attr.device.cuda = memory.device;
+        return registered(op, what, memory.base, memory.nbytes, [&](auto key, fid_mr** out) {
+            attr.requested_key = key;
+            return fi_mr_regattr(domain_.get(), &attr, flags, out);
+        });
+    };
+    if (!facts_.dmabuf || memory.dmabuf_fd < 0) return try_by("fi_mr_regattr(FI_HMEM_CUDA)", &range, 0);
+    try {
+        return try_by("fi_mr_regattr(FI_MR_DMABUF)", &dmabuf, kMrDmabuf);
+    } catch (const Error& by_dmabuf) {
+        // The version of libfabric has them, its provider or the kernel's driver may not; what they say then differs.
+        try {
+            return try_by("fi_mr_regattr(FI_HMEM_CUDA)", &range, 0);
+        } catch (const Error& by_address) {
+            throw Error(ErrorKind::kRegistration, std::string(by_address.what()) + "; before that: " + by_dmabuf.what(),
+                        by_address.op());
+        }
+    }
 }
 
 // What libfabric's address tables take badly. Each of these would harm other peers, so none may reach fi_av_insert.

@@ -3,7 +3,7 @@
  * Everything is passed on to the real libfabric (REAL_LIBFABRIC), but for what concerns FI_HMEM: offers have it, and
  * fi_mr_regattr of a dma-buf or of CUDA memory writes down what it was given (not_a_fabric_log) and registers the same
  * addresses as host memory, which the stand-in's "device memory" is. So pages really move, by the real path.
- * STANDIN_FABRIC_VERSION is what fi_version says: 1.17 knows no dma-bufs.
+ * STANDIN_REFUSES: "dmabuf", "hmem" or both are refused. STANDIN_FABRIC_VERSION is what fi_version says: 1.17 knows no dma-bufs.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -47,6 +47,8 @@ static int regattr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t f
     void* base = by_dmabuf ? dmabuf->base : attr->mr_iov->iov_base;
     const size_t len = by_dmabuf ? dmabuf->len : attr->mr_iov->iov_len;
     struct stat about;
+    const char* refused = getenv("STANDIN_REFUSES");
+    if (refused && strstr(refused, by_dmabuf ? "dmabuf" : "hmem")) return by_dmabuf ? -EOPNOTSUPP : -ENOSYS;
     if (attr->iface != FI_HMEM_CUDA || attr->iov_count != 1) return -EINVAL;
     if (by_dmabuf && (fstat(dmabuf->fd, &about) || (uint64_t)about.st_size < dmabuf->offset + len)) return -EBADF;
     const size_t used = strlen(written);

@@ -78,28 +78,37 @@ print("held", list(held))
 """
 
 
-@pytest.mark.parametrize(("version", "kind"), [("1.20", "dmabuf"), ("1.19", "hmem")])
-def test_each_handle_is_registered_and_pages_cross_the_seams(tmp_path: Path, version: str, kind: str) -> None:
-    build_fabric_standin(tmp_path)
-    cuda = build("not_a_gpu.c", "libcuda.so.1", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(cuda)],
+def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    build_fabric_standin(folder)
+    cuda = build("not_a_gpu.c", "libcuda.so.1", folder)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", program, str(cuda)],
         capture_output=True,
         text=True,
         timeout=100,
         env=os.environ
         | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "FABRIC_KV_LIBFABRIC_HOME": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FABRIC_KV_LIBFABRIC_HOME": str(folder),
             "REAL_LIBFABRIC": _native.library()[0],
-            "STANDIN_FABRIC_VERSION": version,
-        },
+        }
+        | environment,
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "refuses", "kind"), [("1.20", "", "dmabuf"), ("1.20", "dmabuf", "hmem"), ("1.19", "", "hmem")]
+)
+def test_each_handle_is_registered_and_pages_cross_the_seams(
+    tmp_path: Path, version: str, refuses: str, kind: str
+) -> None:
+    done = run(tmp_path, PROGRAM, STANDIN_FABRIC_VERSION=version, STANDIN_REFUSES=refuses)
     assert done.returncode == 0, done.stderr
     handle = 1 << 16
     offset = 100 if kind == "dmabuf" else 0
     assert done.stdout.splitlines() == [
-        f"rail True {kind == 'dmabuf'}",
+        f"rail True {version == '1.20'}",
         f"ends {(handle, 2 * handle, 3 * handle)}",
         "flushes 1",
         "unseen DeviceError",
@@ -109,5 +118,29 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(tmp_path: Path, ver
         *[f"{kind} cuda:1 {handle}+0"] * 3,
         f"{kind} cuda:1 {handle - 100}+{offset}",
         f"{kind} cuda:1 100+0",
-        "held [0, 0, 0, 1, 0, 0]",  # the context is kept,
+        "held [0, 0, 0, 1, 0, 0]",  # the context is kept
     ]
+
+
+REFUSED = """
+import ctypes, sys
+cuda = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from fabric_kv import Engine, EngineOptions, RegistrationError
+from fabric_kv.memory import DeviceBuffer
+with Engine("tcp", nics=["127.0.0.1"], options=EngineOptions(device_memory=True)) as engine, \\
+     DeviceBuffer.allocate("cuda:1", 1000) as buffer:
+    try:
+        buffer.region(engine)
+    except RegistrationError as error:
+        print(error.provider, error)
+    print(engine.describe()["groups"][0]["registrations"])
+"""
+
+
+def test_a_provider_that_takes_neither_is_named_with_the_device(tmp_path: Path) -> None:
+    done = run(tmp_path, REFUSED, STANDIN_FABRIC_VERSION="1.20", STANDIN_REFUSES="dmabuf hmem")
+    assert done.returncode == 0, done.stderr
+    words, registrations = done.stdout.splitlines()
+    for expected in ("tcp", "FI_HMEM_CUDA", "FI_MR_DMABUF", "1000 bytes on cuda:1"):
+        assert expected in words
+    assert registrations == "0"

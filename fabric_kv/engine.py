@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from .dispatcher import Dispatcher
 from .errors import ClosedError, ConfigError, FabricError, RegistrationError
 from .futures import Completion
 from .memory.buffer import SharedBuffer
+from .memory.staging import StagingFigures, stage_pieces
 from .memory.visibility import Visibility
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
@@ -163,6 +164,7 @@ class Engine:
             weakref.WeakValueDictionary()
         )
         self._visibility = Visibility()
+        self._staging = StagingFigures()
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
         _engines.add(self)
         self._dispatcher.start()
@@ -237,13 +239,14 @@ class Engine:
             "closed": self.closed,
             "groups": groups,
             "left_out": list(self._left_out),
+            "staging": self._staging.describe(),
             **self._dispatcher.describe(),
         }
         return Description(about)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def register(self, buffer: Any, *, group: int = 0) -> MemoryRegion:
+    def register(self, buffer: Any, *, group: int = 0, staging: Literal["host"] | None = None) -> MemoryRegion:
         """Register memory with every NIC of a group, for reading by us and for reading and writing by peers.
 
         Keep the region: when it is dropped, and no transfer uses it any more, the memory is deregistered and peers that
@@ -261,11 +264,15 @@ class Engine:
             :func:`fabric_kv.buffers.locate`. The region keeps it alive.
         group : int
             Device group whose NICs will move it.
+        staging : {"host"}, optional
+            For device memory and NICs that do not reach it: register a copy in host memory instead. Writes from the
+            region copy their pages there first, on the caller's thread; they cannot wait for a watch nor be prepared.
+            What arrives goes to the device with :meth:`MemoryRegion.unstage`. ``describe()["staging"]`` has the cost.
 
         Raises
         ------
         ConfigError
-            If the buffer is not a plain writable range.
+            If the buffer is not a plain writable range, or is on the host and to be staged there.
         RegistrationError
             If a NIC refuses it, with the limit that it hit, or it is device memory and the provider cannot reach that.
         DeviceError
@@ -273,6 +280,8 @@ class Engine:
         """
         found = locate(buffer)
         self._check_group(group)
+        if staging is not None:
+            return self._register_staged(found, group, staging)
         key = (found.address, found.nbytes, group)
         native = self._registered_before(key, found)
         if native is None and found.device == "cpu":
@@ -294,6 +303,16 @@ class Engine:
             return self._native.register_again(before._native)
         except ClosedError:  # deregistered meanwhile, or the engine is closed
             return None
+
+    def _register_staged(self, found: Buffer, group: int, staging: str) -> MemoryRegion:
+        if staging != "host" or found.device == "cpu":
+            raise ConfigError(f"staging={staging!r} of memory on {found.device}: only 'host' of a CUDA device's memory")
+        from .memory.staging import Staging
+
+        stage = Staging(found.address, found.nbytes, found.owner, self._staging)
+        region = self.register(stage.mirror, group=group)
+        region._staging = stage
+        return region
 
     def _register_device(self, found: Buffer, group: int) -> _native.Region:
         rail = self._native.describe()[group]["rails"][0] if not self.closed else None
@@ -732,8 +751,10 @@ class Engine:
         check_deadline(deadline_s)
         transfers, native = [], []
         gate = None if watch is None else watch._native
-        for peer, pieces, token in parts:
+        for peer, given, token in parts:
+            pieces = list(given)
             encoded, lists, keep, nbytes = encode_pieces(self, pieces, token)
+            stage_pieces(pieces, waits=watch is not None)
             transfers.append(Transfer(self, peer, nbytes, (keep, watch), deadline_s))
             native.append((peer._native, encoded, lists, token.native() if token else _NO_TOKEN, gate, step))
         return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
@@ -780,7 +801,7 @@ class Engine:
     def _deregister(self, region: MemoryRegion) -> None:
         self._native.deregister(region._native)
         region._closed = True
-        region._owner = None
+        region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
         return _to_remote(self._native.share_region(region._native, peer._native))

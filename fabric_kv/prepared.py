@@ -104,6 +104,10 @@ class Prepared:
         self._page_bytes: list[int] = []  # [page lists]
         for piece in pieces:
             check_sizes(engine, piece)
+            if piece.src._staging is not None:
+                raise ConfigError(
+                    f"{piece.src!r} is staged in host memory: what is submitted from it cannot be prepared"
+                )
             if not 0 <= piece.lists < 65536:
                 raise ConfigError(f"lists={piece.lists} must lie in [0, 65536)")
             self._dst[piece.dst.group] = piece.dst

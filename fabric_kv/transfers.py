@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import ClosedError, TransferCancelledError, TransferTimeoutError
+from .errors import ClosedError, ConfigError, TransferCancelledError, TransferTimeoutError
 from .futures import Completion
 from .regions import CounterToken, RemoteRegion
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from . import _native
     from .engine import Engine
+    from .memory.staging import Staging
     from .submission import PageList
 
 __all__ = ["Counter", "Fence", "MemoryRegion", "PagePiece", "Peer", "Stall", "Transfer"]
@@ -76,6 +77,7 @@ class MemoryRegion:
         self._owner = owner
         self._remote = remote
         self._closed = False
+        self._staging: Staging | None = None
         self._lost: Exception | None = None
 
     @property
@@ -123,6 +125,32 @@ class MemoryRegion:
             If the peer was removed, or the region or the engine is closed.
         """
         return self._engine._share(self, peer)
+
+    def unstage(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Copy what has arrived to the device, of a region that is staged in host memory; see :meth:`Engine.register`.
+
+        Parameters
+        ----------
+        offset, nbytes : int
+            In bytes; by default all of the region.
+
+        Raises
+        ------
+        ConfigError
+            If the region is not staged, or the range is not within it.
+        DeviceError
+            If the driver refuses.
+        ClosedError
+            If the region is closed.
+        """
+        count = self.nbytes - offset if nbytes is None else nbytes
+        if self._closed:
+            raise ClosedError(f"{self!r} was deregistered")
+        if self._staging is None:
+            raise ConfigError(f"{self!r} is not staged: what arrives is where it belongs")
+        if offset < 0 or count <= 0 or offset + count > self.nbytes:
+            raise ConfigError(f"{count} bytes from {offset} on are not within {self!r}")
+        self._staging.to_device([(offset, count)])
 
     def close(self) -> None:
         """Deregister; peers can no longer reach the memory, where the provider checks keys.

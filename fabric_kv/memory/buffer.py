@@ -146,7 +146,7 @@ class SharedBuffer(ABC):
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def region(self, engine: Engine, *, group: int = 0) -> MemoryRegion:
+    def region(self, engine: Engine, *, group: int = 0, staging: Literal["host"] | None = None) -> MemoryRegion:
         """Register it with the NICs of an engine's device group; see :meth:`fabric_kv.Engine.register`.
 
         Raises
@@ -160,7 +160,7 @@ class SharedBuffer(ABC):
             As :meth:`fabric_kv.Engine.register`.
         """
         self._check()
-        region = engine.register(self, group=group)
+        region = engine.register(self, group=group, staging=staging)
         with self._lock:
             self._regions.add(region)
             region._lost = self._lost

@@ -17,7 +17,7 @@ from ..errors import DeviceError, RegistrationError
 from .buffer import MAX_HANDLES
 from .driver import Driver, load_driver
 
-__all__ = ["device_parts"]
+__all__ = ["device_of", "device_parts"]
 
 # Pages of the largest size that Linux has on machines with GPUs: dma-bufs of parts of an allocation start at these.
 _DMABUF_ALIGN = 65536
@@ -37,7 +37,7 @@ def device_parts(address: int, nbytes: int) -> Iterator[tuple[int, list[tuple[in
         If the driver cannot be asked.
     """
     driver = load_driver()
-    device = _device_of(driver, address)
+    device = device_of(driver, address)
     with contextlib.ExitStack() as undo:
         parts: list[tuple[int, int, int]] = []
         undo.enter_context(driver.current(device))
@@ -61,7 +61,14 @@ def device_parts(address: int, nbytes: int) -> Iterator[tuple[int, list[tuple[in
         yield device, parts
 
 
-def _device_of(driver: Driver, address: int) -> int:
+def device_of(driver: Driver, address: int) -> int:
+    """The number of the device that this address belongs to.
+
+    Raises
+    ------
+    RegistrationError
+        If it is no device memory of this process.
+    """
     which = driver.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     try:
         return int(driver.call("cuPointerGetAttribute", which, address))
@@ -73,7 +80,7 @@ def _device_of(driver: Driver, address: int) -> int:
 
 def _allocation_of(driver: Driver, device: int, at: int, address: int, nbytes: int) -> tuple[int, int]:
     what = f"{nbytes} bytes at {address:#x} on cuda:{device}"
-    if _device_of(driver, at) != device:
+    if device_of(driver, at) != device:
         raise RegistrationError(f"{what} reach into another device from byte {at - address} on", op="register")
     try:
         start, size = driver.call("cuMemGetAddressRange", at, device=device)

@@ -144,3 +144,69 @@ def test_a_provider_that_takes_neither_is_named_with_the_device(tmp_path: Path) 
     for expected in ("tcp", "FI_HMEM_CUDA", "FI_MR_DMABUF", "1000 bytes on cuda:1"):
         assert expected in words
     assert registrations == "0"
+
+
+STAGED = """
+import ctypes, gc, sys
+import numpy as np
+cuda = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from fabric_kv import ConfigError, Engine, PagePiece, PreparedPiece, RegistrationError
+from fabric_kv.memory import DeviceBuffer, HostBuffer
+
+page, pages = 5000, 30
+with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]) as there:
+    source, target = (DeviceBuffer.allocate(device, page * pages) for device in (0, 1))
+    data = np.random.default_rng(3).integers(0, 256, (pages, page), np.uint8)
+    source.write(0, data.tobytes())
+    try:
+        source.region(here)
+    except RegistrationError as error:
+        print("unasked", "cuda" in str(error))
+    src, dst = source.region(here, staging="host"), target.region(there, staging="host")
+    peer = here.add_peer(there.address)
+    counter = there.counter(unit_bytes=page, expected_units=4)
+    here.write_pages(peer, src, dst.remote, [3, 4, 9, 5], [0, 1, 2, 3], page_bytes=page, token=counter.token).result(30)
+    counter.result(30)
+    print("before", target.read(0, page) == bytes(page))
+    dst.unstage(0, 4 * page)
+    print("after", target.read(0, 4 * page) == data[[3, 4, 9, 5]].tobytes())
+    for engine in (here, there):
+        figures = engine.describe()["staging"]
+        print(figures["regions"], figures["copies"], figures["bytes"], figures["seconds"] > 0)
+    watch = here.watch()
+    piece = PagePiece(src, 0, page, dst.remote, 0, page, page, [0], [0], layer=1)
+    for refused in (
+        lambda: here.submit(peer, [piece], watch=watch, step=1),
+        lambda: here.prepare(peer, [PreparedPiece(src, 0, page, dst.remote, 0, page, page)]),
+        lambda: here.write_pages(peer, src, dst.remote, [pages], [0], page_bytes=page),
+        lambda: dst.unstage(0, page * pages + 1),
+        lambda: here.register(np.zeros(10), staging="host"),
+        lambda: here.register(np.zeros(10)).unstage(),
+    ):
+        try:
+            refused()
+            print("taken")
+        except ConfigError as error:
+            print("refused", str(error)[:40].replace("\\n", " "))
+    src.close()
+    dst.close()
+del src, dst, piece, watch, refused
+gc.collect()
+source.close()
+target.close()
+"""
+
+
+def test_staging_in_host_memory_is_asked_for_and_its_cost_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, STAGED)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:5] == [
+        "unasked True",
+        "before True",
+        "after True",
+        "1 2 20000 True",  # pages 3 to 5 are one copy
+        "1 1 20000 True",
+    ]
+    assert len(lines) == 11
+    assert all(line.startswith("refused") for line in lines[5:]), lines[5:]

@@ -12,6 +12,7 @@ dispatcher: callbacks and futures run there; exceptions in callbacks are logged,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -278,7 +279,14 @@ class Engine:
         DeviceError
             If it is device memory and the CUDA driver cannot be asked about it.
         """
-        found = locate(buffer)
+        with contextlib.ExitStack() as held:
+            adopt = held.enter_context(buffer._registering()) if isinstance(buffer, SharedBuffer) else None
+            region = self._register(locate(buffer), group, staging)
+            if adopt is not None:
+                adopt(region)
+        return region
+
+    def _register(self, found: Buffer, group: int, staging: str | None) -> MemoryRegion:
         self._check_group(group)
         if staging is not None:
             return self._register_staged(found, group, staging)

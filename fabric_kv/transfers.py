@@ -162,6 +162,12 @@ class MemoryRegion:
         """
         self._engine._deregister(self)
 
+    def _forget_if_engine_closed(self) -> None:
+        if self._engine.closed and not self._closed:
+            self._engine.close()  # waits until no NIC touches the memory: another thread may be at it
+            self._closed = True
+            self._owner = self._staging = None
+
     def __enter__(self) -> MemoryRegion:
         return self
 

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -105,6 +105,7 @@ class SharedBuffer(ABC):
         self._imported = imported
         self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
         self._lost: Exception | None = None
+        self._num_registering = 0
         self._lock = threading.Lock()
 
     # -- facts -----------------------------------------------------------------------------------------------------
@@ -159,12 +160,7 @@ class SharedBuffer(ABC):
         RegistrationError, DeviceError
             As :meth:`fabric_kv.Engine.register`.
         """
-        self._check()
-        region = engine.register(self, group=group, staging=staging)
-        with self._lock:
-            self._regions.add(region)
-            region._lost = self._lost
-        return region
+        return engine.register(self, group=group, staging=staging)
 
     def export(self) -> Exported:
         """Descriptors for another process's ``import_``; the caller closes them.
@@ -194,9 +190,13 @@ class SharedBuffer(ABC):
         ConfigError
             If regions, arrays, tensors or views of it are still there. Nothing has changed then.
         """
+        for region in list(self._regions):
+            region._forget_if_engine_closed()
         with self._lock:
             if self.closed:
                 return
+            if self._num_registering:
+                raise ConfigError(f"{self!r} is being registered")
             if open_regions := [region for region in self._regions if not region.closed]:
                 raise ConfigError(
                     f"{self!r} is registered by {len(open_regions)} region(s): close these, or their engine, first"
@@ -205,6 +205,24 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def _unmap(self) -> None: ...
+
+    @contextlib.contextmanager
+    def _registering(self) -> Iterator[Callable[[MemoryRegion], None]]:
+        """Keeps it from being closed meanwhile; what is yielded takes the region that came of it."""
+        with self._lock:
+            self._check()
+            self._num_registering += 1
+
+        def adopt(region: MemoryRegion) -> None:
+            with self._lock:
+                self._regions.add(region)
+                region._lost = self._lost
+
+        try:
+            yield adopt
+        finally:
+            with self._lock:
+                self._num_registering -= 1
 
     def _mark_lost(self, error: Exception) -> None:
         """Say once and for all why it must not be used, also to its regions."""

@@ -110,18 +110,19 @@ class _Owner:
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = error
+            self.lost, fn = error, self.on_lost  # whoever sets on_lost from now on sees that it is too late
         for ref in list(self.buffers.values()):
             if (buffer := ref()) is not None:
                 buffer._mark_lost(error)
         _log.warning("%s", error)
-        self.call(error)
+        self.call(fn, error)
 
-    def call(self, error: SharingError) -> None:
-        if self.on_lost is None:
+    @staticmethod
+    def call(fn: Callable[[SharingError], None] | None, error: SharingError) -> None:
+        if fn is None:
             return
         try:
-            self.on_lost(error)
+            fn(error)
         except Exception:  # noqa: BLE001  the user's; must not take our thread along
             _log.exception("on_lost raised")
 
@@ -205,7 +206,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
             self._owner.on_lost = fn
             late = self._owner.lost
         if late is not None:
-            self._owner.call(late)
+            self._owner.call(fn, late)
 
     def close(self) -> None:
         """Unmap all of them and take leave of the owner. Calling it twice is fine.
@@ -277,7 +278,12 @@ def import_buffers(
         raise ConfigError(f"timeout_s={timeout_s} must lie in (0, 86400]")
     deadline = time.monotonic() + timeout_s
     allowed = frozenset([os.geteuid()] if users is None else users)
-    owner = _Owner(connection := _connect(path, deadline), path, wire.credentials(connection))
+    connection = _connect(path, deadline)
+    try:
+        owner = _Owner(connection, path, wire.credentials(connection))
+    except OSError as error:
+        connection.close()
+        raise _no_descriptors(path, error) from None
     with contextlib.ExitStack() as undo:
         undo.callback(owner.close)
         if owner.who.uid not in allowed:
@@ -306,6 +312,14 @@ def import_buffers(
     return ImportedBuffers(owner, welcome.epoch, buffers)
 
 
+def _no_descriptors(path: str, error: OSError) -> SharingError:
+    return SharingError(
+        f"buffers of {path!r} cannot be imported: {error.strerror}. Hint: raise the limit on open files (ulimit -n)",
+        path=path,
+        reason="full",
+    )
+
+
 def _close_all(buffers: dict[str, SharedBuffer]) -> None:
     for buffer in buffers.values():
         with contextlib.suppress(FabricKVError):
@@ -314,7 +328,10 @@ def _close_all(buffers: dict[str, SharedBuffer]) -> None:
 
 def _connect(path: str, deadline: float) -> socket.socket:
     while True:
-        connection = wire.new_socket()
+        try:
+            connection = wire.new_socket()
+        except OSError as error:
+            raise _no_descriptors(path, error) from None
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.connect(wire.address_of(path))

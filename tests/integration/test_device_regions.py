@@ -64,7 +64,12 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
         there.register((target.address, 3 * handle, "cuda:1"))
     except Exception as error:
         print("failed", type(error).__name__)
-    for region in (again, dst, bare, src):
+    direct = there.register(target)
+    try:
+        target.close()
+    except Exception as error:
+        print("open", str(error)[str(error).index("registered"):][:25])
+    for region in (again, dst, bare, src, direct):
         region.close()
     cuda.standin_fail(b"", 0, 0)
     log = ctypes.CDLL(os.environ["FABRIC_KV_LIBFABRIC_HOME"] + "/libfabric.so.1").not_a_fabric_log
@@ -115,6 +120,7 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(
         "same True",
         f"bare {(handle - 100, handle)} True",
         "failed DeviceError",
+        "open registered by 3 region(s)",
         *[f"{kind} cuda:1 {handle}+0"] * 3,
         f"{kind} cuda:1 {handle - 100}+{offset}",
         f"{kind} cuda:1 100+0",

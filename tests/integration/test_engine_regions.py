@@ -122,6 +122,17 @@ def test_memory_is_not_unmapped_under_a_region(engine: Engine) -> None:
         buffer.region(engine)
 
 
+def test_a_buffer_closes_once_its_engine_has(engine: Engine) -> None:
+    buffer = HostBuffer.allocate(PAGE)
+    with Engine("tcp", nics=["127.0.0.1"]) as other:
+        region, direct = buffer.region(other), other.register(buffer)
+        with pytest.raises(ConfigError, match=r"registered by 2 region\(s\)"):
+            buffer.close()
+    buffer.close()
+    assert region.closed
+    assert direct.closed
+
+
 def test_what_a_region_costs_does_not_grow_with_their_number(engine: Engine) -> None:
     """Counted in what the engine keeps, not in time: benchmarks/bench_regions.py measures."""
     values = np.zeros(300 * PAGE, np.uint8)

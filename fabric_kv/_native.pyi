@@ -118,6 +118,7 @@ def open_engine(
     heartbeat_misses: int,
     connect_s: float,
     stall_s: float,
+    close_s: float,
     max_registration_bytes: int,
     max_peer_registrations: int,
 ) -> tuple[Engine, list[str]]: ...

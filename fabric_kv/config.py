@@ -48,6 +48,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         How long a monitored peer may stay silent before its first sign of life.
     stall_s : float
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
+    close_s : float
+        How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
+        only where the provider does not return from a call.
     max_registration_bytes : int
         Larger regions consist of several registrations; for NICs with a limit on one.
     max_peer_registrations : int
@@ -68,6 +71,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_misses: int = 5
     connect_s: float = 5.0
     stall_s: float = 5.0
+    close_s: float = 10.0
     max_registration_bytes: int = 2**63 - 1
     max_peer_registrations: int = 4096
     num_counters: int = 65536
@@ -87,6 +91,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("heartbeat_misses", 2, 1000),
             ("connect_s", 0.001, 3600.0),
             ("stall_s", 0.01, 3600.0),
+            ("close_s", 0.01, 3600.0),
             ("max_registration_bytes", 4096, 2**63 - 1),
             ("max_peer_registrations", 0, 1 << 20),
             ("num_counters", 1, (1 << 17) - 1),

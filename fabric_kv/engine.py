@@ -25,7 +25,7 @@ from .buffers import locate
 from .config import EngineOptions
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
-from .errors import ClosedError, ConfigError, FabricError, RegistrationError
+from .errors import ClosedError, ConfigError, FabricError, RegistrationError, StuckError
 from .futures import Completion
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
@@ -49,8 +49,17 @@ _DRAIN_S = 1.0
 _log = logging.getLogger("fabric_kv")
 
 
-def _close(native: _native.Engine, dispatcher: Dispatcher) -> None:
-    native.close(_DRAIN_S)
+# What NICs may still touch that could not be closed.
+_kept: list[object] = []
+
+
+def _close(native: _native.Engine, dispatcher: Dispatcher, regions: weakref.WeakSet[MemoryRegion]) -> None:
+    try:
+        native.close(_DRAIN_S)
+    except StuckError as error:
+        _log.error("%s", error)
+        with dispatcher.lock:
+            _kept.append(([region._owner for region in regions], [t._keep for t in dispatcher.transfers.values()]))
     dispatcher.stop()
 
 
@@ -145,6 +154,7 @@ class Engine:
             heartbeat_misses=options.heartbeat_misses,
             connect_s=options.connect_s,
             stall_s=options.stall_s,
+            close_s=options.close_s,
             max_registration_bytes=options.max_registration_bytes,
             max_peer_registrations=options.max_peer_registrations,
         )
@@ -156,7 +166,8 @@ class Engine:
             epoch, tuple(tuple(group) for group in addresses), process and ProcessIdentity(*process)
         )
         self._dispatcher = Dispatcher(self._native, options)
-        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
+        self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._regions)
         _engines.add(self)
         self._dispatcher.start()
 
@@ -268,7 +279,9 @@ class Engine:
                 provider=provider,
             )
         native = self._native.register_region(found.address, found.nbytes, group)
-        return MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
+        region = MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
+        self._regions.add(region)
+        return region
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -337,7 +350,10 @@ class Engine:
         self._dispatcher.on_peer_lost = fn
 
     def on_stalled(self, fn: Callable[[Stall], None] | None) -> None:
-        """Call ``fn(stall)`` when a NIC with work in flight completes nothing for ``options.stall_s``; once a stall."""
+        """Call ``fn(stall)`` when a NIC with work in flight completes nothing for ``options.stall_s``; once a stall.
+
+        Also when the provider has not returned from a call for so long: ``outstanding_bytes`` is 0 then.
+        """
         self._dispatcher.on_stalled = fn
 
     # -- moving data ---------------------------------------------------------------------------------------------------
@@ -643,6 +659,13 @@ class Engine:
         Posted operations get a second to end by themselves; then the endpoints are closed, after which no NIC can touch
         caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine, also from two threads and
         from callbacks. A callback that is running is waited for, within five seconds.
+
+        Raises
+        ------
+        StuckError
+            If the provider has not returned from a call after ``options.close_s`` more: a NIC could not be closed.
+            Everything has ended in ClosedError nevertheless, but peers may still write into the memory of its regions,
+            which is kept until the process ends. Calling again looks again.
         """
         self._finalizer()
         # Where another thread was first, its close() may still be at work: memory is safe only after it.

@@ -12,6 +12,7 @@
     ├─ TopologyError                   discovery found nothing usable; names the device or path
     ├─ FabricError                     a libfabric call failed: op, fi_errno, provider, nic
     │  ├─ RegistrationError            memory could not be registered
+    │  ├─ StuckError                   the provider has not returned from a call: close() gave up, memory stays in use
     │  └─ PeerUnreachableError (ConnectionError)
     ├─ WouldBlockError (BlockingIOError)   a bounded queue is full; nothing was taken, try again later
     ├─ TransferError                   accepted, then failed: transfer_id, peer, bytes_done
@@ -52,6 +53,7 @@ __all__ = [
     "RequestFailedError",
     "RequestRejectedError",
     "RequestTimeoutError",
+    "StuckError",
     "TopologyError",
     "TransferCancelledError",
     "TransferError",
@@ -145,6 +147,13 @@ class FabricError(FabricKVError):
 
 class RegistrationError(FabricError):
     """Memory could not be registered; the range is not usable for transfers and nothing is left behind."""
+
+
+class StuckError(FabricError):
+    """The provider has not returned from a call, so that a NIC could not be closed.
+
+    Memory that was registered stays so, and is kept, until the process ends: peers may write into it at any time.
+    """
 
 
 class PeerUnreachableError(FabricError, ConnectionError):

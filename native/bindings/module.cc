@@ -103,7 +103,7 @@ PYBIND11_MODULE(_native, m) {
            const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin,
            bool nic_threads, bool strict, std::size_t max_transfers, std::size_t max_inbox_bytes,
            std::uint32_t num_counters, double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s,
-           double stall_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations) {
+           double stall_s, double close_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations) {
             GroupOptions options;
             options.spin = spin;
             options.nic_threads_from = nic_threads ? 2 : 0;  // one NIC gains nothing by it
@@ -113,6 +113,7 @@ PYBIND11_MODULE(_native, m) {
             options.heartbeat = {static_cast<std::int64_t>(heartbeat_interval_s * kSecond), heartbeat_misses,
                                  static_cast<std::int64_t>(connect_s * kSecond)};
             options.stall_ns = static_cast<std::int64_t>(stall_s * kSecond);
+            options.end_ns = static_cast<std::int64_t>(close_s * kSecond);
             options.max_registration_bytes = max_registration_bytes;
             std::vector<GroupConfig> configs;
             for (const auto& [nics, cpus] : groups) configs.push_back({nics, cpus});
@@ -125,7 +126,7 @@ PYBIND11_MODULE(_native, m) {
         },
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
         py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
-        py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
+        py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"), py::arg("close_s"),
         py::arg("max_registration_bytes"), py::arg("max_peer_registrations"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
@@ -245,6 +246,7 @@ PYBIND11_MODULE(_native, m) {
                      // Negative and NaN: no wait. Also keeps the cast below defined.
                      timeout_s = timeout_s > 0 ? std::min(timeout_s, 1e6) : 0;
                      events = e.events().take(static_cast<int>(timeout_s * 1000));
+                     e.check_stuck();
                  }
                  py::list out;
                  for (const auto& event : events) out.append(to_tuple(event));

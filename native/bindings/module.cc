@@ -126,8 +126,8 @@ PYBIND11_MODULE(_native, m) {
         },
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
         py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
-        py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"), py::arg("close_s"),
-        py::arg("max_registration_bytes"), py::arg("max_peer_registrations"));
+        py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
+        py::arg("close_s"), py::arg("max_registration_bytes"), py::arg("max_peer_registrations"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",

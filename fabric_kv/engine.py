@@ -482,7 +482,8 @@ class Engine:
         Parameters
         ----------
         word : uint64, shape (1,), optional
-            Memory that something else writes; by default the engine's own, for :meth:`Watch.set`.
+            Memory that something else writes, so that it has to be looked at; by default the engine's own, which
+            :meth:`Watch.set` alone may write.
 
         Raises
         ------
@@ -492,7 +493,7 @@ class Engine:
         array = np.zeros(1, np.uint64) if word is None else word
         if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (1,):
             raise ConfigError("a watch's word must be a NumPy array of one uint64")
-        return Watch(self, array)
+        return Watch(self, array, is_polled=word is not None)
 
     def read(
         self,
@@ -738,8 +739,8 @@ class Engine:
             self._enter(transfer, native)
         return transfer
 
-    def _new_watch(self, address: int) -> _native.Watch:
-        watch: _native.Watch = _load_native().Watch(address)
+    def _new_watch(self, address: int, is_polled: bool) -> _native.Watch:
+        watch: _native.Watch = _load_native().Watch(address, is_polled)
         return watch
 
     def _new_prepared(self, peer: Peer, pieces: list[_native._Piece]) -> _native.Prepared:

@@ -34,6 +34,7 @@ from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .prepared import Watch
 
 __all__ = ["MemoryEngine", "MemoryFabric"]
 
@@ -161,10 +162,26 @@ class _Write:
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
         self.waiting: set[int] = set()
+        self.parked: set[int] = set()  # of these: not posted, since their layers are not done
         self.cancelled = False
         self.dropped = 0
         self.error: TransferError | None = None
         self.num_bytes = 0
+
+
+class _MemoryWatch:
+    def __init__(self, fabric: MemoryFabric) -> None:
+        self.fabric = fabric
+        self.word = 0
+        self.waiting: list[tuple[int, Event]] = []
+
+    def set(self, step: int, layers: int) -> None:
+        with self.fabric._changed:
+            self.word = _word(step, layers)
+            ready = [go for wanted, go in self.waiting if wanted <= self.word]
+            self.waiting = [(wanted, go) for wanted, go in self.waiting if wanted > self.word]
+            for go in ready:
+                go()
 
 
 class _Slot:
@@ -236,21 +253,43 @@ class MemoryEngine:
         """As Engine.write."""
         return self.submit(peer, [PagePiece(src, src_offset, 0, dst, dst_offset, 0, nbytes, [0], [0])], token=token)
 
-    def submit(self, peer: Peer, pieces: Iterable[PagePiece], *, token: CounterToken | None = None) -> Transfer:
+    def submit(
+        self,
+        peer: Peer,
+        pieces: Iterable[PagePiece],
+        *,
+        token: CounterToken | None = None,
+        watch: Watch | None = None,
+        step: int = 0,
+    ) -> Transfer:
         """As Engine.submit."""
         with self.fabric._changed:
-            copies = [copy for piece in pieces for copy in _expand(piece)]
+            copies: list[tuple[MemoryRegion, int, RemoteRegion, int, int]] = []
+            wants: list[int] = []
+            for piece in pieces:
+                copies += _expand(piece)
+                wants += [_word(step, piece.layer) if piece.layer else 0] * (len(copies) - len(wants))
             for src, src_at, dst, dst_at, nbytes in copies:
                 if src_at < 0 or src_at + nbytes > src.nbytes or dst_at < 0 or dst_at + nbytes > dst.nbytes:
                     raise ConfigError(f"bytes [{src_at}, +{nbytes}) to [{dst_at}, +{nbytes}) leave their regions")
             transfer = self._open_transfer(peer, sum(copy[4] for copy in copies))
             write = self._open[transfer] = _Write(transfer)
             write.waiting = set(range(len(copies)))
-            for index, copy in enumerate(copies):
-                self.fabric.add(partial(self._move, write, index, copy, token), write=True)
+            gate = cast("_MemoryWatch | None", watch)
+            for index, (copy, wanted) in enumerate(zip(copies, wants, strict=True)):
+                move = partial(self._move, write, index, copy, token)
+                if gate is not None and gate.word < wanted:
+                    write.parked.add(index)
+                    gate.waiting.append((wanted, partial(self._unpark, write, index, move)))
+                else:
+                    self.fabric.add(move, write=True)
             if not copies:
                 self.fabric.add(partial(self._retire, write))
             return transfer
+
+    def watch(self) -> Watch:
+        """As Engine.watch, for words that ``set`` alone writes."""
+        return cast("Watch", _MemoryWatch(self.fabric))
 
     def send(self, peer: Peer, payload: bytes) -> Transfer:
         """As Engine.send."""
@@ -369,8 +408,25 @@ class MemoryEngine:
             write.num_bytes += nbytes
         self._moved(write, index)
 
+    def _unpark(self, write: _Write, index: int, move: Event) -> None:
+        if index in write.parked:
+            write.parked.discard(index)
+            self.fabric.add(move, write=True)
+
+    def _drop_parked(self, write: _Write) -> None:
+        """What waits for a layer is not posted after a cancel or an error."""
+        if write.parked:
+            write.dropped += len(write.parked)
+            write.waiting -= write.parked
+            write.parked.clear()
+            if not write.waiting:
+                self.fabric.add(partial(self._retire, write))
+
     def _moved(self, write: _Write, index: int) -> None:
         write.waiting.discard(index)
+        if write.error is not None:
+            write.waiting -= write.parked
+            write.parked.clear()
         if not write.waiting:
             self.fabric.add(partial(self._retire, write))
 
@@ -426,6 +482,8 @@ class MemoryEngine:
         write = self._open.get(transfer)
         if write is not None:
             write.cancelled = True
+            with self.fabric._changed:
+                self._drop_parked(write)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         with self.fabric._changed:
@@ -457,6 +515,10 @@ class _NumberedTransfer(Transfer):
     @property
     def id(self) -> int:
         return 0
+
+
+def _word(step: int, layers: int) -> int:
+    return step << 16 | layers
 
 
 def _expand(piece: PagePiece) -> list[tuple[MemoryRegion, int, RemoteRegion, int, int]]:

@@ -83,10 +83,10 @@ PYBIND11_MODULE(_native, m) {
         .def("__len__", &PageList::size);
     // The word is the caller's, who keeps it alive.
     py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
-        .def(py::init([](std::uintptr_t address) {
+        .def(py::init([](std::uintptr_t address, bool is_polled) {
             if (address == 0 || address % alignof(std::uint64_t) != 0)
                 throw Error(ErrorKind::kConfig, "a watch's word must be aligned to 8 bytes");
-            return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address));
+            return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address), is_polled);
         }))
         .def_property_readonly("word", &Watch::word);
     py::class_<Engine::Prepared, std::shared_ptr<Engine::Prepared>>(m, "Prepared")

@@ -112,10 +112,10 @@ void Group::progress() {
         const auto now = now_ns();
         round_began_ns_.store(now, std::memory_order_relaxed);
         const bool worked = round(now);
-        const bool watches = sender_.anything_parked();
-        const bool waits = !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || watches;
+        const bool waits =
+            !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || sender_.anything_parked();
         round_began_ns_.store(0, std::memory_order_relaxed);
-        rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), watches,
+        rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), sender_.anything_to_watch(),
                     waits ? next_housekeeping_ns_ : 0},
                    now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
     }

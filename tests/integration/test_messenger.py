@@ -98,6 +98,20 @@ def test_a_reject_brings_its_reason_and_leaves_both_sides_usable(start):
     decode.check(decode.submit(peer, 1, 50), LONG)
 
 
+def test_layers_follow_a_word_that_something_else_bumps(start):
+    prefill, decode = start("prefill", 3), start("here", 1)
+    peer = decode.messenger.connect(prefill.address)
+    prefill.do(do="bump_a_word")
+    for handle in [decode.submit(peer, number, tokens) for number, tokens in enumerate((1, 100, 333))]:
+        decode.check(handle, LONG)
+    for _ in range(3):
+        prefill.wait_for("released")
+    state = prefill.do(do="state")
+    assert (state["free"], state["requests"]) == (128, 0)
+    assert "idle_layers" not in state["counts"], "layer_done was called"
+    assert decode.canaries_intact()
+
+
 @pytest.mark.parametrize(("prefill_nics", "decode_nics"), [(3, 3), (3, 1), (1, 2)])
 def test_pages_arrive_whole_over_several_nics(start, prefill_nics, decode_nics):
     prefill, decode = start("prefill", 3, prefill_nics), start("here", 1, num_nics=decode_nics)

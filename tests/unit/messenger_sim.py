@@ -99,9 +99,16 @@ class Job:
         elif self.at < total:
             end = min(total, self.at + self.sim.random.randint(1, 9))
             self.chunk = (self.at, end)
-            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total)
+            computed = self.sim.random.random() < 0.2
+            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total, computed=computed)
+            layers = list(range(LAYERS))
+            if self.sim.random.random() < 0.3:
+                self.sim.random.shuffle(layers)
+            if computed:
+                for layer in layers:
+                    self.write_source(layer)
             self.step = self.sim.prefill.begin_step([chunk])
-            self.layers_left = list(range(LAYERS))
+            self.layers_left = [] if computed else layers
             self.at = end
         else:
             self.finished = True

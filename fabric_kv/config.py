@@ -119,6 +119,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         From ``submit`` to the last byte, where the request names no deadline of its own.
     cancel_s : float
         From ``cancel`` to the peer's confirmation that nothing more can land; beyond it the pages are poisoned.
+    fence_s : float
+        How long a lost peer's requests wait for proof that it can write no more; beyond it the pages are poisoned.
     drain_s : float
         How long ``close`` waits for requests in flight.
     """
@@ -127,6 +129,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     accept_s: float = 10.0
     request_s: float = 120.0
     cancel_s: float = 5.0
+    fence_s: float = 0.5
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -345,6 +345,11 @@ class Engine:
             _log.warning("peer %s cannot be fenced: %s", peer.epoch.hex()[:8], fence.why)
         return fence
 
+    @property
+    def fence_means(self) -> str:
+        """What :meth:`fence` goes by with these NICs: ``registrations``, ``exit`` or ``none``; see :class:`Fence`."""
+        return self._native.fence_means()
+
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
         self._dispatcher.on_peer_lost = fn

@@ -30,7 +30,7 @@ from .errors import (
     WouldBlockError,
 )
 from .regions import CounterToken, EngineAddress, RemoteRegion
-from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
+from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Transfer
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -59,6 +59,8 @@ class MemoryFabric:
         Share of control messages that get lost on the way, in silence, as no reliable provider would.
     duplicate_messages : float
         Share of control messages that arrive twice.
+    prove_fences : float
+        Share of fences that are proven, by keys that are taken back.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -68,6 +70,7 @@ class MemoryFabric:
         self.hold_writes = False
         self.drop_messages = 0.0
         self.duplicate_messages = 0.0
+        self.prove_fences = 0.0
         self.engines: dict[bytes, MemoryEngine] = {}
         self._events: list[Event] = []
         self._held: list[Event] = []
@@ -209,7 +212,9 @@ class MemoryEngine:
         self.slots: list[_Slot] = []
         self._free_slots: list[int] = []
         self._peers: dict[bytes, Peer] = {}
-        self._regions: list[NDArray[np.uint8]] = []
+        self._regions: list[NDArray[np.uint8]] = []  # by key
+        self._keys_of: dict[bytes, dict[int, int]] = {}  # by peer: region's key -> its own
+        self._closed_keys: set[int] = set()
         self._open: dict[Transfer, _Write | None] = {}
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._on_lost: Callable[[bytes, str], None] | None = None
@@ -231,6 +236,32 @@ class MemoryEngine:
         if monitor:
             self.monitored.add(epoch)
         return self._peers.setdefault(epoch, Peer(cast("Any", None), epoch))
+
+    @property
+    def fence_means(self) -> str:
+        """As Engine.fence_means."""
+        return "registrations" if self.fabric.prove_fences > 0 else "none"
+
+    def fence(self, peer: Peer, *, timeout_s: float = 1.0) -> Fence:
+        """As Engine.fence; whether it is proven is drawn from the seed, and then the peer's keys are good no more."""
+        with self.fabric._changed:
+            self._check_open()
+            self.remove_peer(peer)
+            proven = self.fabric.coin(self.fabric.prove_fences)
+            if proven:
+                self._closed_keys.update(self._keys_of.pop(peer.epoch, {}).values())
+            return Fence(proven, self.fence_means, "drawn from the seed")
+
+    def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        with self.fabric._changed:
+            self._check_open()
+            original = region.remote.rails[0][0][1]
+            keys = self._keys_of.setdefault(peer.epoch, {})
+            if original not in keys:
+                keys[original] = len(self._regions)
+                self._regions.append(self._regions[original])
+            rails = (((0, keys[original]),),)
+            return RemoteRegion(self.epoch, region.remote.group, region.nbytes, (region.nbytes,), rails)
 
     def remove_peer(self, peer: Peer) -> None:
         """As Engine.remove_peer."""
@@ -396,6 +427,8 @@ class MemoryEngine:
             return
         if target is None or target.closed or target.dead:
             write.error = write.error or TransferError("the peer is gone", peer=dst.epoch.hex())
+        elif dst.rails[0][0][1] in target._closed_keys:
+            write.error = write.error or TransferError("the key is good no more", peer=dst.epoch.hex())
         elif self.fabric.fail_writes > 0:
             self.fabric.fail_writes -= 1
             write.error = write.error or TransferError("an injected error", peer=dst.epoch.hex())
@@ -437,7 +470,7 @@ class MemoryEngine:
         self._end(write.transfer, error)
 
     def _land(self, dst: RemoteRegion, at: int, data: NDArray[np.uint8], token: CounterToken | None) -> None:
-        if self.closed or self.dead:
+        if self.closed or self.dead or dst.rails[0][0][1] in self._closed_keys:
             return
         self._regions[dst.rails[0][0][1]][at : at + data.size] = data
         if token is None:

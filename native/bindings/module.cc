@@ -11,6 +11,8 @@ using namespace fkv;
 namespace {
 
 // An engine and the NICs that it had to do without.
+constexpr const char* kFenceMeans[] = {"none", "registrations", "exit"};  // as Fence::Means
+
 struct OpenedEngine {
     EnginePtr engine;
     std::vector<std::string> left_out;
@@ -177,9 +179,9 @@ PYBIND11_MODULE(_native, m) {
                      py::gil_scoped_release release;
                      fence = e.fence(peer, static_cast<std::int64_t>(timeout_s * kSecond));
                  }
-                 static constexpr const char* kMeans[] = {"none", "registrations", "exit"};
-                 return py::make_tuple(fence.proven, kMeans[fence.means], fence.why);
+                 return py::make_tuple(fence.proven, kFenceMeans[fence.means], fence.why);
              })
+        .def("fence_means", [](Engine& e) { return kFenceMeans[e.fence_means()]; })
         .def("submit_pages",
              [](Engine& e, bool read, const std::vector<py::tuple>& submissions, double deadline_s) {
                  std::vector<Engine::Submission> native;

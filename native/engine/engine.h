@@ -72,6 +72,8 @@ class Engine {
     // Removes a peer and closes its registrations, then looks for proof that nothing it has posted can land any more,
     // for at most `timeout_ns`. Again is fine: what could not be proven may be provable later.
     Fence fence(const std::shared_ptr<Peer>& peer, std::int64_t timeout_ns);
+    // What fence() looks at with these NICs.
+    Fence::Means fence_means() const;
 
     struct Submission {
         std::shared_ptr<Peer> peer;

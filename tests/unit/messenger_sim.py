@@ -145,10 +145,12 @@ class Sim:
         bounds=BOUNDS,
         connect=True,
         num_pages=48,
+        prove_fences=0.0,
     ):
         print(f"seed {seed}")
         self.random = random.Random(seed)
         self.fabric = MemoryFabric(seed)
+        self.fabric.prove_fences = prove_fences
         self.clock = [0.0]
         self.bounds = bounds
         self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens
@@ -293,6 +295,10 @@ class Fetch:
         elif not self.error.pages_clean:
             self.poisoned = True
             return
+        self.take_back()
+
+    def take_back(self):
+        self.poisoned = False
         self.before_reset()
         for array in self.sim.dst:
             array[:, :, self.pages] = CANARY

@@ -1,0 +1,297 @@
+"""The command line: options in perftest's and nccl-tests' manner, checked before anything is opened.
+
+>>> run = parse(["--loopback", "--provider", "tcp", "-b", "4K", "-e", "64K"])
+>>> run.workload.cases, run.fabric.provider
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from ..errors import ConfigError
+from ..topology.cpus import parse_cpus
+from .channel import DEFAULT_PORT, format_address, parse_address
+from .sizes import parse_size, size_text, sweep
+from .workload import OPS, Case, Fabric, Op, Workload
+
+__all__ = ["Run", "parse", "peer_command"]
+
+PROG = "fabric-kv-bench"
+
+# By default what is moved for a row stays below this, and is checked.
+_SHORT_BYTES = 16 << 30
+
+# -b, -e, -f, -n of each operation, where the command line has none.
+_DEFAULTS: dict[str, tuple[int, int, int, int]] = {
+    "paged": (4 << 10, 256 << 10, 4, 200),
+    "write": (4 << 10, 4 << 20, 4, 1000),
+    "read": (4 << 10, 4 << 20, 4, 1000),
+    "send": (64, 64 << 10, 4, 1000),
+    "imm": (0, 0, 2, 1000),
+}
+
+_EPILOG = """\
+examples:
+  fabric-kv-bench --loopback --provider tcp                       both ends here, paged writes
+  fabric-kv-bench                                                 on one host: prints the command for the other
+  fabric-kv-bench 10.0.0.5 --op write -b 4K -e 16M                on the other
+  fabric-kv-bench 10.0.0.5 10.0.0.6 -R                            both send to us
+  fabric-kv-bench --compare before.json after.json                rows side by side, with ratios
+
+K, M and G in sizes are powers of 1024; GB/s and Gb/s are decimal. docs/bench.md explains every column."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A command line.
+
+    Attributes
+    ----------
+    addresses : tuple of str
+        The targets'; empty: we are one, or with ``loopback`` both.
+    loopback : bool
+    compare : tuple of Path, optional
+        Two files of ``--json``; nothing is measured.
+    num_peers : int
+    port, bind : int, str
+        Of the target.
+    workload : Workload
+    fabric : Fabric
+    target_cpus : tuple of int
+        For targets of ``loopback``.
+    link_gbps : float, optional
+    json, csv : Path, optional
+    """
+
+    addresses: tuple[str, ...]
+    loopback: bool
+    compare: tuple[Path, Path] | None
+    num_peers: int
+    port: int
+    bind: str
+    workload: Workload
+    fabric: Fabric
+    target_cpus: tuple[int, ...]
+    link_gbps: float | None
+    json: Path | None
+    csv: Path | None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether somebody else conducts."""
+        return not self.addresses and not self.loopback
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Measure KV transfers between processes or hosts, and check what arrives.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add: Any = parser.add_argument
+    add("addresses", nargs="*", metavar="ADDRESS", help="the targets: host, host:port, [IPv6]:port; none: be a target")
+    add("--version", action="version", version=f"{PROG} {__version__}")
+
+    add = parser.add_argument_group("roles").add_argument
+    add("--loopback", action="store_true", help="start the targets here as well")
+    add("--peers", type=int, metavar="N", help="so many targets (with addresses: one each)")
+    add("-p", "--port", type=int, default=DEFAULT_PORT, help="of the target (default %(default)s)")
+    add("--bind", default="", metavar="HOST", help="address that a target listens on (default: all)")
+    add("-R", "--reverse", action="store_true", help="the targets post to the initiator: many to one")
+    add("--bidir", action="store_true", help="both post at once")
+
+    add = parser.add_argument_group("work").add_argument
+    add("--op", choices=[op for op in OPS if op in _DEFAULTS], default="paged", help="operation (default %(default)s)")
+    add("-b", "--begin", type=_size, metavar="SIZE", help="smallest page or message; see --page-size")
+    add("-e", "--end", type=_size, metavar="SIZE", help="largest")
+    add("-f", "--factor", type=int, metavar="N", help="from one size to the next (default 4)")
+    add("--page-size", type=_size, metavar="SIZE", help="fixed; -b and -e are then bytes of an iteration")
+    add("--pages", type=int, metavar="N", help="pages of a list (default: 64 for paged, else 1)")
+    add("--batch", type=int, default=1, metavar="N", help="lists of an iteration, one submission (default 1)")
+    add("--contiguity", type=int, default=0, metavar="0..100", help="percent of pages beside the last (default 0)")
+    add("-n", "--iterations", type=int, metavar="N", help="timed iterations of a row (default: 1000; paged: 200)")
+    add("-w", "--warmup", type=int, metavar="N", help="iterations before (default: a tenth)")
+    add("-D", "--duration", type=float, metavar="S", help="seconds for a row, instead of -n")
+    add("--depth", type=int, default=16, metavar="N", help="iterations in flight (default %(default)s; 1: latency)")
+    add("--verify", action=argparse.BooleanOptionalAction, help="compare all bytes (default: for short runs)")
+    add("--seed", type=int, default=1, help="of page lists and contents (default %(default)s)")
+    add("--timeout", type=float, default=20.0, metavar="S", help="how long nothing may happen (default %(default)g)")
+    add("--memory", type=_size, default=256 << 20, metavar="SIZE", help="for pages in flight (default 256M)")
+
+    add = parser.add_argument_group("fabric, of this end").add_argument
+    add("--provider", metavar="NAME", help="libfabric provider (default: any RDMA NIC's; tcp, shm only if named)")
+    add("--nics", metavar="A,B", help="rails by name or address (default: nearest; over sockets, this connection's)")
+    add("--rails", type=int, metavar="N", help="the first so many of them")
+    add("--progress", choices=["spin", "adaptive"], default="adaptive", help="engine threads (default %(default)s)")
+    add("--cpus", metavar="LIST", help="run on these, such as 0-3,8")
+    add("--target-cpus", metavar="LIST", help="with --loopback: the targets run on these")
+    add("--mem", default="host", metavar="host", help="memory of the pages (default %(default)s)")
+    add("--link-gbps", type=float, metavar="X", help="speed of a rail in Gbit/s, for %%link, where nobody knows it")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write everything here ('-': to stdout, in place of the table)")
+    add("--csv", type=Path, metavar="FILE", help="write the rows here")
+    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two files of --json, side by side")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Run:
+    """Read a command line.
+
+    Raises
+    ------
+    ConfigError
+        If its options do not go together.
+    SystemExit
+        From argparse: for ``--help``, and for what it refuses.
+    """
+    args = _parser().parse_args(argv)
+    if args.mem != "host":
+        raise ConfigError(
+            f"--mem {args.mem}: this build has host memory only. Device buffers need fabric_kv.memory and a GPU whose "
+            "memory the provider can reach; use --mem host"
+        )
+    _check_roles(args)
+    op: Op = args.op
+    cases = _cases(args)
+    iterations = args.iterations or _DEFAULTS[op][3]
+    num_peers = args.peers or max(len(args.addresses), 1)
+    verify = args.verify
+    if verify is None:
+        most = max(case.nbytes for case in cases) * iterations * num_peers
+        verify = args.duration is None and most <= _SHORT_BYTES
+    workload = _validated(
+        Workload,
+        op=op,
+        cases=cases,
+        contiguity=args.contiguity,
+        batch=args.batch,
+        iterations=iterations,
+        duration_s=args.duration,
+        warmup=max(iterations // 10, 1) if args.warmup is None else args.warmup,
+        depth=args.depth,
+        outwards=not args.reverse,
+        inwards=args.bidir or args.reverse,
+        verify=verify,
+        seed=args.seed,
+        timeout_s=args.timeout,
+        memory_bytes=args.memory,
+    )
+    fabric = _validated(
+        Fabric,
+        provider=args.provider,
+        nics=tuple(args.nics.split(",")) if args.nics else (),
+        rails=args.rails,
+        progress=args.progress,
+        cpus=_cpus(args.cpus),
+    )
+    if args.link_gbps is not None and not 0 < args.link_gbps <= 1e6:
+        raise ConfigError(f"--link-gbps {args.link_gbps:g} must lie in (0, 10^6]")
+    return Run(
+        addresses=tuple(args.addresses),
+        loopback=args.loopback,
+        compare=tuple(args.compare) if args.compare else None,
+        num_peers=num_peers,
+        port=args.port,
+        bind=args.bind,
+        workload=workload,
+        fabric=fabric,
+        target_cpus=_cpus(args.target_cpus),
+        link_gbps=args.link_gbps,
+        json=args.json,
+        csv=args.csv,
+    )
+
+
+def _check_roles(args: argparse.Namespace) -> None:
+    if args.loopback and args.addresses:
+        raise ConfigError(f"--loopback starts its own targets: drop it, or {' '.join(args.addresses)}")
+    if args.peers is not None and not 1 <= args.peers <= 1024:
+        raise ConfigError(f"--peers {args.peers} must lie in [1, 1024]")
+    if args.addresses and args.peers not in (None, len(args.addresses)):
+        raise ConfigError(f"--peers {args.peers}, but {len(args.addresses)} addresses: give one for each")
+    if not args.addresses and not args.loopback and args.peers not in (None, 1):
+        raise ConfigError(
+            f"--peers {args.peers}: start a target on each host, and give all of their addresses to the initiator"
+        )
+    if args.bidir and args.reverse:
+        raise ConfigError("--bidir posts in both directions already: drop --reverse")
+    if args.target_cpus and not args.loopback:
+        raise ConfigError("--target-cpus is for targets of --loopback; a target elsewhere has --cpus of its own")
+    if not 0 < args.port < 65536:
+        raise ConfigError(f"--port {args.port} must lie in [1, 65535]")
+    for address in args.addresses:
+        parse_address(address, args.port)
+
+
+def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    begin, end, factor, _ = _DEFAULTS[args.op]
+    pages = args.pages if args.pages is not None else 64 if args.op == "paged" else 1
+    if not 1 <= pages <= 1 << 22 or not 1 <= args.batch <= 4096:
+        raise ConfigError(f"--pages {pages} must lie in [1, {1 << 22}], --batch {args.batch} in [1, 4096]")
+    swept = args.begin is not None or args.end is not None
+    if args.op == "imm":
+        if swept or args.page_size:
+            raise ConfigError("--op imm: immediates bring no bytes; -b, -e and --page-size do not apply")
+        return (Case(0, pages * args.batch),)
+    if args.page_size and not swept:
+        return (Case(args.page_size, pages * args.batch),)
+    if swept:
+        begin = args.begin if args.begin is not None else min(begin, args.end)
+        end = args.end if args.end is not None else begin
+    sizes = sweep(begin, end, factor if args.factor is None else args.factor)
+    if not args.page_size:
+        return tuple(Case(size, pages * args.batch) for size in sizes)
+    if args.pages is not None:
+        raise ConfigError("--page-size with -b or -e gives the number of pages: drop --pages")
+    uneven = [size for size in sizes if size % (args.page_size * args.batch)]
+    if uneven:
+        raise ConfigError(
+            f"{size_text(uneven[0])} an iteration is no multiple of --batch {args.batch} x --page-size "
+            f"{size_text(args.page_size)}"
+        )
+    return tuple(Case(args.page_size, size // args.page_size) for size in sizes)
+
+
+def _cpus(text: str | None) -> tuple[int, ...]:
+    return tuple(sorted(parse_cpus(text))) if text else ()
+
+
+def _validated(kind: type[Any], **values: Any) -> Any:
+    """A struct whose limits are those of its annotations, which msgspec looks at only when it decodes."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(kind(**values)), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the command line is out of range: {error}") from error
+
+
+def peer_command(argv: Sequence[str], host: str, port: int) -> str:
+    """What to type at the other end of a target that was started with ``argv``."""
+    import shlex
+
+    own = {"-p", "--port", "--bind", "--nics", "--cpus", "--json", "--csv"}
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word in own:
+            skip = True
+        elif not any(word.startswith(f"{name}=") for name in own):
+            kept.append(word)
+    address = host if port == DEFAULT_PORT else format_address(host, port)
+    return shlex.join([PROG, address, *kept])

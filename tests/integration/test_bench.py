@@ -1,0 +1,317 @@
+"""``fabric-kv-bench`` as a user runs it: every operation, both roles, and whatever may happen to one of the ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fabric_kv.bench import side as bench_side
+from fabric_kv.bench.files import read_report
+from fabric_kv.bench.main import main
+from fabric_kv.bench.stamps import stamp
+
+from .conftest import Provider
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = 60.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+COMMAND = [sys.executable, "-m", "fabric_kv.bench"]
+LOOPBACK = ["--loopback", "--provider", "tcp"]
+ENDLESS = ["-b", "64K", "-D", "600"]
+
+tcp_only = pytest.mark.parametrize("provider", ["tcp"], indirect=True)
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=LONG, env=ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def started(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A bench on its way; killed at the end if it is still there."""
+    process = subprocess.Popen(
+        [*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """The first line of stdout in which the pattern is found."""
+    assert process.stdout
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return line
+    assert process.stderr
+    raise AssertionError(f"no {pattern!r}: {process.stderr.read()}")
+
+
+def rows(output: str) -> list[list[str]]:
+    """The table's rows, without header, headings and footer."""
+    return [line.split() for line in output.splitlines() if line.split()[0].isdigit()]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_gone(pid: int) -> None:
+    """Until the process has ended, whoever its parent is."""
+    deadline = time.monotonic() + LONG
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} is still there after {LONG} s")
+
+
+def shm_of(*pids: int) -> list[str]:
+    return [path.name for pid in pids for path in Path("/dev/shm").glob(f"{pid}[-:]*")]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+OPERATIONS = {
+    "paged": ["-b", "4K", "-e", "16K", "--pages", "32", "--contiguity", "50", "--batch", "2"],
+    "write": ["-b", "100", "-e", "1M", "-f", "10000"],
+    "imm": ["--batch", "8"],
+    "read": ["-b", "16K", "--pages", "4"],
+    "send": ["-b", "1K", "--batch", "4"],
+}
+
+
+@pytest.mark.parametrize(
+    ("provider", "op"),
+    [*(("tcp", op) for op in OPERATIONS), ("net", "paged"), ("shm", "paged"), ("shm", "read")],
+    indirect=["provider"],
+)
+def test_every_operation_is_measured_and_right(provider: Provider, op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OPERATIONS[op], "--op", op, "-n", "40", "--depth", "4", "--verify"]
+    status = main(["--loopback", "--provider", provider.name, *options])
+    captured = capsys.readouterr()
+    assert status == 0, captured.out + captured.err
+    assert captured.err == ""  # neither progress bars nor warnings in a pipe
+    assert "# Wrong pages : 0 OK" in captured.out
+    found = rows(captured.out)
+    assert len(found) == (2 if "-e" in options else 1)
+    assert all(int(row[3]) == 40 for row in found)
+    assert all(float(row[7]) > 0 and float(row[-1]) == 0 for row in found)
+
+
+@tcp_only
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--op", "paged", "--peers", "3"],
+        ["--op", "send", "--peers", "2", "-R"],
+        ["--op", "read", "--peers", "2", "--bidir"],
+        ["--op", "write", "-D", "0.2", "--bidir", "--rails", "2", "--progress", "spin"],
+    ],
+    ids=" ".join,
+)
+def test_directions_and_peers(provider: Provider, options: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    status = main([*LOOPBACK, *options, "-b", "4K", "-n", "30", "--verify", "--json", str(path)])
+    report = read_report(path)
+    assert (status, report.error) == (0, None)
+    assert report.ok
+    assert len(report.rails) == (2 if "--rails" in options else 1)
+    (row,) = report.rows
+    assert row.gb_per_s > 0
+    if "-D" not in options:
+        ends = report.num_peers * (2 if "--bidir" in options else 1)
+        assert row.gb_per_s * row.elapsed_s * 1e9 == pytest.approx(ends * 30 * row.bytes)
+
+
+@tcp_only
+def test_output_for_programs_alone(provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.csv"
+    options = ["-b", "4K", "-n", "20", "--link-gbps", "100", "--json", "-", "--csv", str(path)]
+    assert main([*LOOPBACK, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["rows"][0]["link_percent"] == pytest.approx(report["rows"][0]["gbit_per_s"])
+    assert report["rails"][0]["mode_why"]
+    assert path.read_text().count("\n") == 2
+
+
+@tcp_only
+def test_a_terminal_gets_a_progress_bar(provider: Provider) -> None:
+    pytest.importorskip("rich", reason="rich is missing: pip install fabric_kv[cli]")
+    ours, theirs = pty.openpty()
+    environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100"}
+    with open(ours, "rb", buffering=0) as terminal:
+        command = [*COMMAND, *LOOPBACK, "-b", "4K", "-n", "20"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment)
+        os.close(theirs)
+        with process:
+            assert process.stdout
+            output = process.stdout.read()
+        drawn = b""
+        with contextlib.suppress(OSError):  # EIO: the other end has closed
+            while data := terminal.read(4096):
+                drawn += data
+    assert process.returncode == 0
+    assert b"paged 4K x 64" in drawn
+    assert len(rows(output)) == 1
+
+
+# -- what must be noticed ----------------------------------------------------------------------------------------------
+
+
+@tcp_only
+def test_wrong_bytes_are_counted_and_fail_the_run(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(memory: np.ndarray, pages: np.ndarray, *, page_bytes: int, seed: int, iteration: int) -> None:
+        stamp(memory, pages, page_bytes=page_bytes, seed=seed, iteration=iteration)
+        memory[pages[0] * page_bytes] ^= 1
+
+    monkeypatch.setattr(bench_side, "stamp", damaged)
+    assert main([*LOOPBACK, "-b", "4K", "--pages", "8", "-n", "4", "--depth", "2"]) == 1
+    # Of two lanes a page each: of what was timed, and in each of three rounds with fresh bytes.
+    assert "# Wrong pages : 8 FAILED" in capsys.readouterr().out
+
+
+@tcp_only
+def test_stale_data_is_noticed(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A source that is never written again: the right bytes, but of an iteration that is over."""
+
+    def once(memory: np.ndarray, pages: np.ndarray, *, page_bytes: int, seed: int, iteration: int) -> None:
+        if iteration < 2:
+            stamp(memory, pages, page_bytes=page_bytes, seed=seed, iteration=iteration)
+
+    monkeypatch.setattr(bench_side, "stamp", once)
+    assert main([*LOOPBACK, "-b", "4K", "--pages", "8", "-n", "4", "--depth", "2"]) == 1
+    assert "# Wrong pages : 48 FAILED" in capsys.readouterr().out
+
+
+@tcp_only
+@pytest.mark.parametrize(
+    ("options", "status", "why"),
+    [
+        (["--provider", "nosuch"], 1, "'nosuch' offers no"),
+        (["--provider", "tcp", "--nics", "nosuch0"], 2, "nosuch0"),
+        (["--provider", "shm", "--rails", "2"], 2, "there is only 1"),
+        (["--provider", "tcp", "--json", "/nosuch/out.json"], 2, "cannot write"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_opened_is_said(
+    provider: Provider, options: list[str], status: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--loopback", *options]) == status
+    captured = capsys.readouterr()
+    assert why in captured.err
+    assert rows(captured.out) == []
+
+
+# -- two ends ----------------------------------------------------------------------------------------------------------
+
+
+def initiator_words(target: subprocess.Popen[str], host: str) -> list[str]:
+    """What the target says is to be typed, for a host that can be reached for certain."""
+    words = read_until(target, r"^#   fabric-kv-bench").split()[2:]
+    return [re.sub(r".*:", f"{host}:", words[0]), *words[1:]]
+
+
+@tcp_only
+def test_the_command_that_a_target_prints_works(provider: Provider) -> None:
+    port = free_port()
+    with started("-p", str(port), "--provider", "tcp", "--op", "write", "-b", "4K", "-n", "20") as target:
+        words = initiator_words(target, "127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            read_until(target, "Not a run")
+        done = bench(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [row[0] for row in rows(done.stdout)] == ["4096"]
+        output, errors = target.communicate(timeout=LONG)
+        assert (target.returncode, errors) == (0, "")
+        assert "has connected\n# Wrong pages : 0 OK" in output
+
+
+@tcp_only
+def test_ends_with_different_providers_refuse_each_other(provider: Provider) -> None:
+    port = free_port()
+    with started("-p", str(port), "--provider", "shm") as target:
+        read_until(target, "At the other end")
+        done = bench(f"127.0.0.1:{port}", "--provider", "tcp", "-b", "4K")
+        assert done.returncode == 1
+        assert "this target was started with --provider shm" in done.stderr
+        target.communicate(timeout=LONG)
+        assert target.returncode == 2
+
+
+@tcp_only
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_initiator_hears_that_its_target_has_ended(provider: Provider, number: int) -> None:
+    port = free_port()
+    with started("-p", str(port), "--provider", "tcp") as target:
+        read_until(target, "At the other end")
+        with started(f"127.0.0.1:{port}", "--provider", "tcp", *ENDLESS) as initiator:
+            read_until(initiator, "page.B.")
+            target.send_signal(number)
+            output, errors = initiator.communicate(timeout=LONG)
+        assert initiator.returncode == 1
+        assert re.search(f"target 127.0.0.1:{port} (has gone without a word|gave up: it was terminated)", errors)
+        assert "# Ended early" in output
+        target.communicate(timeout=LONG)
+        assert target.returncode == (143 if number == signal.SIGTERM else -number)
+
+
+# -- nothing is left behind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", ["shm"], indirect=True)
+@pytest.mark.parametrize(
+    ("whom", "number", "status"),
+    [
+        ("initiator", signal.SIGINT, 130),
+        ("initiator", signal.SIGKILL, -signal.SIGKILL),
+        ("target", signal.SIGKILL, 1),
+    ],
+)
+def test_nothing_is_left_behind(provider: Provider, whom: str, number: int, status: int, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with started("--loopback", "--provider", "shm", *ENDLESS, "--json", str(path)) as initiator:
+        read_until(initiator, "page.B.")
+        (target,) = children(initiator.pid)
+        assert shm_of(initiator.pid)
+        assert shm_of(target)
+        os.kill(target if whom == "target" else initiator.pid, number)
+        output, errors = initiator.communicate(timeout=LONG)
+        assert initiator.returncode == status, output + errors
+        wait_until_gone(target)
+        if number != signal.SIGKILL or whom == "target":
+            assert "# Ended early" in output
+            assert read_report(path).error
+        if whom == "target":
+            assert re.search(r"target 0 \(process \d+\) (gave up: it was terminated|has gone without a word)", errors)
+        assert shm_of(initiator.pid, target) == []

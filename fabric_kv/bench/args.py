@@ -16,6 +16,7 @@ import msgspec
 from .. import __version__
 from ..errors import ConfigError
 from ..topology.cpus import parse_cpus
+from .against import check_comparable
 from .channel import DEFAULT_PORT, format_address, parse_address
 from .sizes import parse_size, size_text, sweep
 from .workload import OPS, Case, Fabric, Op, Workload
@@ -65,7 +66,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     target_cpus : tuple of int
         For targets of ``loopback``.
     link_gbps : float, optional
-    json, csv : Path, optional
+    json, csv, plot : Path, optional
+    floor : bool
     """
 
     addresses: tuple[str, ...]
@@ -80,6 +82,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     link_gbps: float | None
     json: Path | None
     csv: Path | None
+    plot: Path | None
+    floor: bool
 
     @property
     def is_target(self) -> bool:
@@ -145,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write everything here ('-': to stdout, in place of the table)")
     add("--csv", type=Path, metavar="FILE", help="write the rows here")
+    add("--plot", type=Path, metavar="FILE", help="draw throughput and latency: .png, .svg or .pdf")
+    add("--floor", action="store_true", help="in turn with a bare libfabric loop, and the ratio beside each row")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two files of --json, side by side")
     return parser
 
@@ -199,6 +205,8 @@ def parse(argv: Sequence[str] | None = None) -> Run:
         progress=args.progress,
         cpus=_cpus(args.cpus),
     )
+    if args.floor:
+        check_comparable(workload, fabric, loopback=args.loopback, num_peers=num_peers)
     if args.link_gbps is not None and not 0 < args.link_gbps <= 1e6:
         raise ConfigError(f"--link-gbps {args.link_gbps:g} must lie in (0, 10^6]")
     return Run(
@@ -214,6 +222,8 @@ def parse(argv: Sequence[str] | None = None) -> Run:
         link_gbps=args.link_gbps,
         json=args.json,
         csv=args.csv,
+        plot=args.plot,
+        floor=args.floor,
     )
 
 
@@ -283,7 +293,7 @@ def peer_command(argv: Sequence[str], host: str, port: int) -> str:
     """What to type at the other end of a target that was started with ``argv``."""
     import shlex
 
-    own = {"-p", "--port", "--bind", "--nics", "--cpus", "--json", "--csv"}
+    own = {"-p", "--port", "--bind", "--nics", "--cpus", "--json", "--csv", "--plot"}
     kept: list[str] = []
     skip = False
     for word in argv:

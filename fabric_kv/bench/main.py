@@ -16,16 +16,22 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigError, FabricKVError, PeerUnreachableError, ProtocolError
+from .against import measure_against
 from .args import PROG, Run, parse, peer_command
 from .channel import Channel, connect, format_address, listen, plain_host
-from .files import check_writable, write_csv, write_json
+from .compare import compare
+from .files import check_writable, read_report, write_csv, write_json
+from .floor import Floor, build_floor
 from .initiator import Initiator, exchange_hellos
 from .loopback import LocalTargets
 from .machine import describe_machine, describe_topology, describe_versions
+from .plot import check_plottable, plot
 from .progress import Progress
 from .results import Report
 from .sizes import size_text
@@ -43,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = parse(words)
         with _terminated_like_interrupted():
+            if run.compare is not None:
+                return _compare(run, run.compare)
             return _be_target(run, words) if run.is_target else _be_initiator(run, words)
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -70,6 +78,17 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _compare(run: Run, files: tuple[Path, Path]) -> int:
+    """Print two runs side by side."""
+    before, after = (read_report(path) for path in files)
+    if run.plot is not None:
+        check_plottable(run.plot)
+    print(compare(before, after))
+    if run.plot is not None:
+        plot([(path.stem, report) for path, report in zip(files, (before, after), strict=True)], run.plot)
+    return 0
 
 
 # -- the target --------------------------------------------------------------------------------------------------------
@@ -114,7 +133,11 @@ def _own_host(run: Run) -> str:
 
 def _be_initiator(run: Run, words: Sequence[str]) -> int:
     """Measure all rows, and print and write them as far as it went."""
-    check_writable(run.json, run.csv)
+    check_writable(run.json, run.csv, run.plot)
+    if run.plot is not None:
+        check_plottable(run.plot)
+    if run.floor:
+        build_floor()
     report = Report(
         command=[PROG, *words],
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -132,7 +155,7 @@ def _be_initiator(run: Run, words: Sequence[str]) -> int:
             with _targets(run) as channels, _initiator(run, channels) as initiator:
                 report.rails, report.target_rails = initiator.rails, initiator.target_rails
                 say(header(report))
-                say(columns(report))
+                say(columns(floor=run.floor))
                 _measure(run, report, initiator, progress, say)
         except (FabricKVError, KeyboardInterrupt, SystemExit) as error:
             report.error = str(error) if isinstance(error, FabricKVError) else "interrupted"
@@ -146,15 +169,30 @@ def _be_initiator(run: Run, words: Sequence[str]) -> int:
 
 def _measure(run: Run, report: Report, initiator: Initiator, progress: Progress, say: Callable[[str], None]) -> None:
     workload = run.workload
-    for index, case in enumerate(workload.cases):
-        progress.row(
-            f"{workload.op} {size_text(case.page_bytes)} x {case.num_pages}",
-            workload.iterations if workload.duration_s is None else None,
-        )
-        row = initiator.measure(index, progress.update)
-        report.rows.append(row)
-        report.wrong_pages += row.wrong_pages
-        say(line(row))
+    with contextlib.ExitStack() as stack:
+        floor = stack.enter_context(_floor(run)) if run.floor else None
+        for index, case in enumerate(workload.cases):
+            progress.row(
+                f"{workload.op} {size_text(case.page_bytes)} x {case.num_pages}",
+                workload.iterations if workload.duration_s is None else None,
+            )
+            measure = partial(initiator.measure, index, progress.update)
+            if floor is None:
+                row = measure()
+            else:
+                row = measure_against(
+                    floor, case, contiguity=workload.contiguity, depth=workload.depth, measure=measure
+                )
+            report.rows.append(row)
+            report.wrong_pages += row.wrong_pages
+            say(line(row, floor=run.floor))
+
+
+def _floor(run: Run) -> Floor:
+    fabric = run.fabric
+    pinned = len(fabric.cpus) == len(run.target_cpus) == 1
+    cpus = f"{fabric.cpus[0]},{run.target_cpus[0]}" if pinned else "none"
+    return Floor(fabric.provider or "", cpus=cpus, source=fabric.nics[0] if fabric.nics else "127.0.0.1")
 
 
 def _write(run: Run, report: Report) -> None:
@@ -162,6 +200,8 @@ def _write(run: Run, report: Report) -> None:
         write_json(report, run.json)
     if run.csv is not None:
         write_csv(report, run.csv)
+    if run.plot is not None and report.rows:
+        plot([(report.workload.op, report)], run.plot)
 
 
 @contextlib.contextmanager

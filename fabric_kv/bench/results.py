@@ -120,6 +120,11 @@ class Report(msgspec.Struct, kw_only=True):
         """Whether everything was measured, and every page was right."""
         return self.error is None and not self.wrong_pages
 
+    @property
+    def rails_text(self) -> str:
+        """What was opened, in a few words."""
+        return ", ".join(f"{rail['provider']} {rail['domain']}" for rail in self.rails)
+
 
 def make_row(
     case: Case,

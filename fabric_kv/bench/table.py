@@ -1,6 +1,6 @@
 """What is printed: header, a line for each row, footer. Lines that are no row begin with ``#``.
 
->>> print(header(report)); print(columns(report)); print(line(report, row)); print(footer(report))
+>>> print(header(report)); print(columns()); print(line(row)); print(footer(report))
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("#wrong", 6, lambda row: str(row.wrong_pages)),
 )
 _FLOOR = ("/floor", 6, lambda row: _ratio(row.floor_ratio))
-
-
-def _shown(report: Report) -> tuple[tuple[str, int, Callable[[Row], str]], ...]:
-    return (*COLUMNS, _FLOOR) if any(row.floor_ratio is not None for row in report.rows) else COLUMNS
 
 
 def header(report: Report) -> str:
@@ -98,15 +94,15 @@ def settings(report: Report) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def columns(report: Report, *, floor: bool = False) -> str:
-    """The line above the rows."""
-    shown = (*COLUMNS, _FLOOR) if floor else _shown(report)
+def columns(*, floor: bool = False) -> str:
+    """The line above the rows; with ``floor`` they end in the share of the floor that was reached."""
+    shown = (*COLUMNS, _FLOOR) if floor else COLUMNS
     return "".join(f"{name:>{width + 1}}" for name, width, _ in shown)
 
 
-def line(row: Row) -> str:
+def line(row: Row, *, floor: bool = False) -> str:
     """A row."""
-    shown = COLUMNS if row.floor_ratio is None else (*COLUMNS, _FLOOR)
+    shown = (*COLUMNS, _FLOOR) if floor else COLUMNS
     return "".join(f"{write(row):>{width + 1}}" for _, width, write in shown)
 
 

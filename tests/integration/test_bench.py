@@ -20,8 +20,10 @@ import pytest
 
 from fabric_kv.bench import side as bench_side
 from fabric_kv.bench.files import read_report
+from fabric_kv.bench.floor import build_floor
 from fabric_kv.bench.main import main
 from fabric_kv.bench.stamps import stamp
+from fabric_kv.errors import ConfigError
 
 from .conftest import Provider
 
@@ -178,6 +180,22 @@ def test_a_terminal_gets_a_progress_bar(provider: Provider) -> None:
     assert process.returncode == 0
     assert b"paged 4K x 64" in drawn
     assert len(rows(output)) == 1
+
+
+@tcp_only
+def test_rows_stand_beside_the_floor(provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        build_floor()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    path = tmp_path / "out.json"
+    options = ["-b", "64K", "--pages", "4", "-n", "10", "--depth", "2", "--floor", "--json", str(path)]
+    assert main([*LOOPBACK, *options]) == 0
+    heading, row = (line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#"))
+    assert heading[-1] == "/floor"
+    (measured,) = read_report(path).rows
+    assert float(row[-1]) == pytest.approx(measured.floor_ratio, abs=0.006)
+    assert measured.floor_gb_per_s
 
 
 # -- what must be noticed ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_kv.bench.side import allocate
+from fabric_kv.bench.memory import allocate
 from fabric_kv.bench.stamps import count_wrong, stamp
 
 ARENA_BYTES = 128 << 20  # as the floor's

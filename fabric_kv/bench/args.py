@@ -15,9 +15,12 @@ import msgspec
 
 from .. import __version__
 from ..errors import ConfigError
+from ..sharding import PRESETS, layout_from_config, plan_transfer
+from ..tools.plan import read_config
 from ..topology.cpus import parse_cpus
 from .against import check_comparable
 from .channel import DEFAULT_PORT, format_address, parse_address
+from .model import ModelWork
 from .sizes import parse_size, size_text, sweep
 from .workload import OPS, Case, Fabric, Op, Workload
 
@@ -35,6 +38,7 @@ _DEFAULTS: dict[str, tuple[int, int, int, int]] = {
     "read": (4 << 10, 4 << 20, 4, 1000),
     "send": (64, 64 << 10, 4, 1000),
     "imm": (0, 0, 2, 1000),
+    "messenger": (0, 0, 2, 8),
 }
 
 _EPILOG = """\
@@ -43,6 +47,7 @@ examples:
   fabric-kv-bench                                                 on one host: prints the command for the other
   fabric-kv-bench 10.0.0.5 --op write -b 4K -e 16M                on the other
   fabric-kv-bench 10.0.0.5 10.0.0.6 -R                            both send to us
+  fabric-kv-bench --loopback --provider tcp --model qwen3-8b --isl 1024 --chunk 256 --layerwise
   fabric-kv-bench --compare before.json after.json                rows side by side, with ratios
 
 K, M and G in sizes are powers of 1024; GB/s and Gb/s are decimal. docs/bench.md explains every column."""
@@ -68,6 +73,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     link_gbps : float, optional
     json, csv, plot : Path, optional
     floor : bool
+    model : ModelWork, optional
+        Of ``--op messenger``.
+    qps : float, optional
     """
 
     addresses: tuple[str, ...]
@@ -84,6 +92,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     csv: Path | None
     plot: Path | None
     floor: bool
+    model: ModelWork | None
+    qps: float | None
 
     @property
     def is_target(self) -> bool:
@@ -119,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bidir", action="store_true", help="both post at once")
 
     add = parser.add_argument_group("work").add_argument
-    add("--op", choices=[op for op in OPS if op in _DEFAULTS], default="paged", help="operation (default %(default)s)")
+    add("--op", choices=OPS, help="operation (default paged; with --model messenger)")
     add("-b", "--begin", type=_size, metavar="SIZE", help="smallest page or message; see --page-size")
     add("-e", "--end", type=_size, metavar="SIZE", help="largest")
     add("-f", "--factor", type=int, metavar="N", help="from one size to the next (default 4)")
@@ -135,6 +145,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of page lists and contents (default %(default)s)")
     add("--timeout", type=float, default=20.0, metavar="S", help="how long nothing may happen (default %(default)g)")
     add("--memory", type=_size, default=256 << 20, metavar="SIZE", help="for pages in flight (default 256M)")
+
+    add = parser.add_argument_group("messenger: prompts that this end prefills for targets that decode").add_argument
+    add("--model", metavar="NAME", help=f"config.json, or one of: {', '.join(PRESETS)} (default qwen3-8b)")
+    add("--prefill-tp", type=int, metavar="N", help="tensor-parallel ranks here (default 1)")
+    add("--decode-tp", type=int, metavar="N", help="and there (default 1)")
+    add("--page-tokens", type=int, metavar="N", help="tokens of a page (default 16)")
+    add("--isl", type=int, metavar="TOKENS", help="length of a prompt (default 1024)")
+    add("--chunk", type=int, metavar="TOKENS", help="of a forward step (default: the prompt)")
+    add("--layerwise", action="store_true", help="send each layer as it is done; else all once the prompt is through")
+    add("--compute-ms-per-layer", type=float, metavar="MS", help="for a layer of a chunk; it only sleeps (default 0)")
+    add("--qps", type=float, metavar="X", help="requests a second of all decode sides, Poisson (default: one by one)")
+    add("--decoders", type=int, metavar="N", help="the same as --peers")
 
     add = parser.add_argument_group("fabric, of this end").add_argument
     add("--provider", metavar="NAME", help="libfabric provider (default: any RDMA NIC's; tcp, shm only if named)")
@@ -171,9 +193,11 @@ def parse(argv: Sequence[str] | None = None) -> Run:
             f"--mem {args.mem}: this build has host memory only. Device buffers need fabric_kv.memory and a GPU whose "
             "memory the provider can reach; use --mem host"
         )
+    _complete(args)
     _check_roles(args)
     op: Op = args.op
-    cases = _cases(args)
+    model = _model(args) if op == "messenger" else None
+    cases = _cases(args) if model is None else _cases_of(model)
     iterations = args.iterations or _DEFAULTS[op][3]
     num_peers = args.peers or max(len(args.addresses), 1)
     verify = args.verify
@@ -224,7 +248,71 @@ def parse(argv: Sequence[str] | None = None) -> Run:
         csv=args.csv,
         plot=args.plot,
         floor=args.floor,
+        model=model,
+        qps=args.qps,
     )
+
+
+_OF_MESSENGER = {
+    "model": "qwen3-8b",
+    "prefill_tp": 1,
+    "decode_tp": 1,
+    "page_tokens": 16,
+    "isl": 1024,
+    "compute_ms_per_layer": 0.0,
+}
+_NOT_OF_MESSENGER = ("begin", "end", "factor", "page_size", "pages", "duration", "csv", "plot", "rails")
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Fill in what depends on the operation, and refuse what another one has."""
+    given = [name for name in (*_OF_MESSENGER, "chunk", "qps", "decoders") if getattr(args, name) is not None]
+    if args.op is None:
+        args.op = "messenger" if given or args.layerwise else "paged"
+    if args.op != "messenger":
+        if given or args.layerwise:
+            option = (given or ["layerwise"])[0].replace("_", "-")
+            raise ConfigError(f"--{option} is for --op messenger, not {args.op}")
+        return
+    wrong = [name for name in _NOT_OF_MESSENGER if getattr(args, name) is not None]
+    wrong += [name for name in ("reverse", "bidir", "floor") if getattr(args, name)]
+    if wrong:
+        raise ConfigError(f"--{wrong[0].replace('_', '-')} does not apply to --op messenger")
+    for name, value in _OF_MESSENGER.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.qps is not None and not 0 < args.qps <= 1e6:
+        raise ConfigError(f"--qps {args.qps:g} must lie in (0, 10^6]")
+    if args.decoders is not None:
+        if args.peers not in (None, args.decoders):
+            raise ConfigError(f"--decoders {args.decoders}, but --peers {args.peers}: they are the same")
+        args.peers = args.decoders
+
+
+def _model(args: argparse.Namespace) -> ModelWork:
+    layout = layout_from_config(read_config(args.model), page_tokens=args.page_tokens, model=Path(args.model).name)
+    chunk = args.isl if args.chunk is None else args.chunk
+    model: ModelWork = _validated(
+        ModelWork,
+        layout=layout,
+        seed=args.seed,
+        prefill_tp=args.prefill_tp,
+        decode_tp=args.decode_tp,
+        isl=args.isl,
+        chunk=chunk,
+        layerwise=args.layerwise,
+        compute_ms=args.compute_ms_per_layer,
+        requests=args.iterations or _DEFAULTS["messenger"][3],
+        slots=2 if args.qps is None else 4,
+        timeout_s=args.timeout,
+    )
+    plan_transfer(model.spec(model.prefill_tp), model.spec(model.decode_tp))  # refuses what cannot be mapped
+    return model
+
+
+def _cases_of(model: ModelWork) -> tuple[Case, ...]:
+    """Pages of all layers of a prompt, group by group."""
+    return tuple(Case(group.page_bytes, model.pages(group) * len(group.layers)) for group in model.layout.groups)
 
 
 def _check_roles(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from typing import TypeVar
 
 from ..errors import ConfigError, FabricKVError, PeerUnreachableError, ProtocolError
@@ -46,6 +47,7 @@ class Channel:
         self.who = who
         self._socket = sock
         self._buffer = bytearray()
+        self._waiting: deque[Message] = deque()  # seen by look(), not taken yet
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,6 +95,8 @@ class Channel:
         ProtocolError
             If what it sent is no message.
         """
+        if self._waiting:
+            return self._waiting.popleft()
         while (message := self._parse()) is None:
             try:
                 data = self._socket.recv(1 << 16)
@@ -108,6 +112,14 @@ class Channel:
         if isinstance(message, Abort):
             raise PeerUnreachableError(f"{self.who} gave up: {message.why}")
         return message
+
+    def look(self) -> None:
+        """Raise as :meth:`take` would if the other end is gone; what has arrived stays to be taken."""
+        arrived = deque(self._waiting)
+        self._waiting.clear()
+        while (message := self.take()) is not None:
+            arrived.append(message)
+        self._waiting = arrived
 
     def expect(self, kind: type[_M], timeout_s: float) -> _M:
         """The next message, which must be of this kind.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -84,6 +85,9 @@ def main(fd: int, parent: int) -> int:
     from .initiator import exchange_hellos
     from .target import serve
 
+    # What goes wrong is told to the initiator, who has the terminal.
+    logging.getLogger("fabric_kv").addHandler(logging.NullHandler())
+    logging.getLogger("fabric_kv").propagate = False
     channel = Channel(socket.socket(fileno=fd), "the initiator")
     with contextlib.suppress(FabricKVError):  # the initiator was told, and prints it
         exchange_hellos(channel)

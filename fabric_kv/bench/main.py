@@ -31,12 +31,15 @@ from .floor import Floor, build_floor
 from .initiator import Initiator, exchange_hellos
 from .loopback import LocalTargets
 from .machine import describe_machine, describe_topology, describe_versions
+from .model import ModelWork
 from .plot import check_plottable, plot
+from .prefill_end import PrefillEnd
 from .progress import Progress
 from .results import Report
 from .sizes import size_text
-from .table import columns, footer, header, line
+from .table import columns, footer, header, line, messenger_lines
 from .target import serve
+from .workload import Fabric
 
 __all__ = ["main"]
 
@@ -147,11 +150,16 @@ def _be_initiator(run: Run, words: Sequence[str]) -> int:
         fabric=run.fabric,
         num_peers=run.num_peers,
         topology=describe_topology(run.fabric.provider),
+        model=run.model,
+        qps=run.qps,
     )
     _pin(run.fabric.cpus)
     with Progress() as progress:
         say: Callable[[str], None] = (lambda _: None) if str(run.json) == "-" else progress.print
         try:
+            if run.model is not None:
+                _serve_requests(run, run.model, report, progress, say)
+                return 0 if report.ok else 1
             with _targets(run) as channels, _initiator(run, channels) as initiator:
                 report.rails, report.target_rails = initiator.rails, initiator.target_rails
                 say(header(report))
@@ -218,10 +226,26 @@ def _targets(run: Run) -> Iterator[list[Channel]]:
 
 
 def _initiator(run: Run, channels: list[Channel]) -> Initiator:
-    fabric = run.fabric
-    # A target elsewhere has NICs and cores of its own, and says so on its own command line.
-    theirs = msgspec.structs.replace(fabric, nics=fabric.nics if run.loopback else (), cpus=run.target_cpus)
-    return Initiator(channels, run.workload, fabric, theirs, run.link_gbps)
+    return Initiator(channels, run.workload, run.fabric, _target_fabric(run), run.link_gbps)
+
+
+def _target_fabric(run: Run) -> Fabric:
+    """As ours; but a target elsewhere has NICs and cores of its own, and says so on its own command line."""
+    return msgspec.structs.replace(run.fabric, nics=run.fabric.nics if run.loopback else (), cpus=run.target_cpus)
+
+
+def _serve_requests(run: Run, model: ModelWork, report: Report, progress: Progress, say: Callable[[str], None]) -> None:
+    """``--op messenger``: this end prefills, the targets decode."""
+    workload = run.workload
+    with _targets(run) as channels, PrefillEnd(channels, model, run.fabric, _target_fabric(run)) as prefill:
+        report.rails, report.target_rails = prefill.rails, prefill.target_rails
+        say(header(report))
+        progress.row("requests", model.requests * run.num_peers)
+        report.messenger = prefill.measure(
+            qps=run.qps, warmup=workload.warmup, verify=workload.verify, on_progress=progress.update
+        )
+        report.wrong_pages = report.messenger["wrong_pages"]
+        say(messenger_lines(report))
 
 
 def _pin(cpus: tuple[int, ...]) -> None:

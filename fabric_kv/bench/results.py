@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .latency import Latencies
+from .model import ModelWork
 from .wire import Finished, FlowFigures
 from .workload import Case, Fabric, Workload
 
@@ -93,8 +94,10 @@ class Report(msgspec.Struct, kw_only=True):
     num_peers : int
     rows : list of Row
     wrong_pages : int
+    model : ModelWork, optional
+    qps : float, optional
     messenger : dict, optional
-        Figures of ``--op messenger``.
+        Figures of ``--op messenger``, see docs/bench.md.
     error : str, optional
         Why it ended early.
     """
@@ -112,6 +115,8 @@ class Report(msgspec.Struct, kw_only=True):
     num_peers: int = 1
     rows: list[Row] = []
     wrong_pages: int = 0
+    model: ModelWork | None = None
+    qps: float | None = None
     messenger: dict[str, Any] | None = None
     error: str | None = None
 

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,22 +13,14 @@ from ..engine import Engine
 from ..regions import RemoteRegion
 from ..transfers import MemoryRegion, Peer
 from .channel import Channel
+from .memory import allocate
 from .opened import describe_rails, shm_names
 from .places import Places, lanes_for
-from .stamps import POISON, stamp
+from .stamps import stamp
 from .wire import Finished, Opened
 from .workload import Workload
 
-__all__ = ["Link", "Side", "allocate"]
-
-
-def allocate(nbytes: int) -> NDArray[np.uint8]:
-    """Memory of its own, in huge pages where the system gives them, touched."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    array[:] = POISON
-    return array
+__all__ = ["Link", "Side"]
 
 
 class Link:

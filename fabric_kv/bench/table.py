@@ -12,7 +12,7 @@ from typing import Any
 from .results import Report, Row
 from .sizes import size_text
 
-__all__ = ["COLUMNS", "columns", "footer", "header", "line"]
+__all__ = ["COLUMNS", "columns", "footer", "header", "line", "messenger_lines"]
 
 
 def _percent(value: float | None) -> str:
@@ -91,6 +91,22 @@ def settings(report: Report) -> str:
         "seed": workload.seed,
         "timeout": f"{workload.timeout_s:g}s",
     }
+    if (model := report.model) is not None:
+        for name in ("contiguity", "batch", "depth", "memory"):
+            del values[name]
+        values |= {
+            "model": model.layout.model,
+            "prefill_tp": model.prefill_tp,
+            "decode_tp": model.decode_tp,
+            "page_tokens": ",".join(str(group.page_tokens) for group in model.layout.groups),
+            "isl": model.isl,
+            "chunk": model.chunk,
+            "layerwise": "on" if model.layerwise else "off",
+            "compute": f"{model.compute_ms:g}ms",
+            "qps": "one-by-one" if report.qps is None else f"{report.qps:g}",
+            "slots": model.slots,
+            "cache": f"{model.cache_bytes(model.prefill_tp) / 1e9:.3f}GB",
+        }
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -104,6 +120,36 @@ def line(row: Row, *, floor: bool = False) -> str:
     """A row."""
     shown = (*COLUMNS, _FLOOR) if floor else COLUMNS
     return "".join(f"{write(row):>{width + 1}}" for _, width, write in shown)
+
+
+def messenger_lines(report: Report) -> str:
+    """Figures of ``--op messenger``, a line each."""
+    figures, model = report.messenger or {}, report.model
+    if model is None:
+        return ""
+
+    def spread(name: str) -> str:
+        values = figures[name]
+        return "  ".join(f"{which} {values[which]:.3f}" for which in ("avg", "p50", "p99", "max"))
+
+    lines = [
+        ("requests", f"{figures['requests']} of {model.isl} tokens in {len(model.chunks())} chunks"),
+        ("bytes per request", f"{figures['bytes_per_request']:.0f} ({figures['bytes_per_write']:.0f} per write)"),
+        ("compute (ms)", f"{figures['compute_ms']:.3f}"),
+        ("prefill begun to ready (ms)", spread("prefill_to_ready_ms")),
+        ("TTFT penalty (ms)", spread("ttft_penalty_ms")),
+        ("arrival to ready (ms)", spread("latency_ms")),
+        ("  of that queued here (ms)", spread("queued_ms")),
+        (
+            "per-layer transfer",
+            f"{figures['layer_bytes']} bytes in {figures['layer_us']:.1f} us, {figures['layer_gb_per_s']:.3f} GB/s",
+        ),
+        ("last layer to ready (us)", f"p50 {figures['tail_us']:.1f}"),
+        ("messenger efficiency", _ratio(figures["efficiency"])),
+        ("hidden share", "-" if figures["hidden_share"] is None else f"{figures['hidden_share'] * 100:.1f} %"),
+        ("while writing (GB/s)", f"{figures['gb_per_s_while_writing']:.3f}"),
+    ]
+    return "\n".join(f"{name:28}  {value}" for name, value in lines)
 
 
 def footer(report: Report) -> str:

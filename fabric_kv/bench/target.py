@@ -11,11 +11,12 @@ import msgspec
 
 from ..errors import ConfigError, ProtocolError
 from .channel import Channel
+from .decode_end import DecodeEnd
 from .initiator import SETUP_S, explain, open_side
 from .opened import remove_shm_names
 from .phases import PhaseRun
-from .side import Link, Side
-from .wire import Bye, Go, Opened, Phase, Ready, Setup
+from .side import Side
+from .wire import Bye, Go, MessengerSetup, Opened, Phase, Ready, Setup
 from .workload import Fabric
 
 __all__ = ["combine", "serve"]
@@ -45,22 +46,27 @@ def serve(channel: Channel, own: Fabric | None) -> int:
         If it ended early; the initiator has been told, if it still listens.
     """
     with contextlib.ExitStack() as stack:
-        links: list[Link] = []
+        peers: list[Opened] = []  # whose files in /dev/shm we remove, should they be killed
         try:
-            setup = channel.expect(Setup, SETUP_S)
+            setup = channel.expect(msgspec.Struct, SETUP_S)
+            if not isinstance(setup, Setup | MessengerSetup):
+                raise ProtocolError(f"{channel.who} sent {type(setup).__name__} where a setup was due")
             fabric = setup.fabric if own is None else combine(own, setup.fabric)
+            if isinstance(setup, MessengerSetup):
+                decode = DecodeEnd(stack, channel, setup, fabric, peers)
+                return decode.obey()
             side = open_side(stack, fabric, setup.workload, [channel], setup.index)
             link = side.link(channel, setup.index)
             opened = channel.expect(Opened, SETUP_S)
             side.connect(link, opened)
-            links.append(link)
+            peers.append(opened)
             channel.send(side.opened(link))
             return _obey(side, channel)
         except BaseException as error:
             channel.abort(explain(error))
             stack.close()
-            for link in links:
-                remove_shm_names(link.opened.shm_names)
+            for peer in peers:
+                remove_shm_names(peer.shm_names)
             raise
 
 

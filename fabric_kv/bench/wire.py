@@ -4,6 +4,8 @@
 
 An exchange: Hello ↔ Hello, Setup → Opened ↔ Opened, then for each phase Phase → Ready → Go (→ Sent, in either
 direction, if only the clock says how much there will be) → Finished; at the end Bye. Abort may come at any time.
+With the messenger: MessengerSetup → Opened ↔ Opened, Regions, then Clock ↔ Clock, LayerAsk → LayerReady → Clock, and
+RequestsAsk → Served as often as the initiator likes; at the end Bye.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from msgspec import Meta
 from ..errors import ProtocolError
 from ..regions import CounterToken
 from .latency import LatencyCounts
+from .model import ModelWork
 from .workload import Fabric, Workload
 
 __all__ = [
@@ -24,15 +27,23 @@ __all__ = [
     "VERSION",
     "Abort",
     "Bye",
+    "Clock",
     "Finished",
     "FlowFigures",
     "Go",
     "Hello",
+    "LayerAsk",
+    "LayerReady",
     "Message",
+    "MessengerSetup",
     "Opened",
     "Phase",
     "Ready",
+    "Regions",
+    "RequestTimes",
+    "RequestsAsk",
     "Sent",
+    "Served",
     "Setup",
     "decode",
     "encode",
@@ -104,6 +115,66 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     done_token: CounterToken | None
 
 
+class MessengerSetup(msgspec.Struct, frozen=True, tag=True):
+    """Initiator to target, in place of Setup: be a decode side."""
+
+    work: ModelWork
+    fabric: Fabric
+    index: Annotated[int, Meta(ge=0, lt=1024)]
+
+
+class Regions(msgspec.Struct, frozen=True, tag=True):
+    """Target to initiator: its registered memory, by rank, for what is measured without the messenger."""
+
+    ranks: Annotated[list[Annotated[list[bytes], Meta(max_length=64)]], Meta(max_length=64)]
+
+
+class Clock(msgspec.Struct, frozen=True, tag=True):
+    """From both: what time it is there, ``time.monotonic_ns()``."""
+
+    ns: int
+
+
+class LayerAsk(msgspec.Struct, frozen=True, tag=True):
+    """Initiator to target: take one layer, as a plain paged write."""
+
+
+class LayerReady(msgspec.Struct, frozen=True, tag=True):
+    """Target to initiator: the counters of its ranks."""
+
+    tokens: Annotated[list[CounterToken], Meta(max_length=64)]
+
+
+class RequestsAsk(msgspec.Struct, frozen=True, tag=True):
+    """Initiator to target: submit requests.
+
+    ``arrivals_s``: when each arrives, from now on; None: each when the one before is ready. ``iteration``: what the
+    pages hold. ``check``: compare the pages of all sets that were used afterwards.
+    """
+
+    name: _Text
+    count: Annotated[int, Meta(ge=1, le=100_000)]
+    arrivals_s: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] | None
+    iteration: _Count
+    check: bool
+
+
+class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Of one request, on the target's clock: when it arrived, was submitted, and was ready; in ns."""
+
+    request_id: _Text
+    arrived_ns: int
+    submitted_ns: int
+    ready_ns: int
+
+
+class Served(msgspec.Struct, frozen=True, tag=True):
+    """Target to initiator: all requests are ready."""
+
+    requests: Annotated[list[RequestTimes], Meta(max_length=100_000)]
+    wrong_pages: _Count
+
+
 class Go(msgspec.Struct, frozen=True, tag=True):
     """Initiator to target: post, or count."""
 
@@ -167,7 +238,25 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     wrong_pages: _Count
 
 
-Message = Hello | Setup | Opened | Phase | Ready | Go | Sent | Finished | Abort | Bye
+Message = (
+    Hello
+    | Setup
+    | Opened
+    | Phase
+    | Ready
+    | Go
+    | Sent
+    | Finished
+    | Abort
+    | Bye
+    | MessengerSetup
+    | Regions
+    | Clock
+    | LayerAsk
+    | LayerReady
+    | RequestsAsk
+    | Served
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -32,6 +32,7 @@ from .initiator import Initiator, exchange_hellos
 from .loopback import LocalTargets
 from .machine import describe_machine, describe_topology, describe_versions
 from .model import ModelWork
+from .opened import is_ip
 from .plot import check_plottable, plot
 from .prefill_end import PrefillEnd
 from .progress import Progress
@@ -121,14 +122,18 @@ def _be_target(run: Run, words: Sequence[str]) -> int:
 
 def _own_host(run: Run) -> str:
     """The address by which others most likely reach us."""
-    if run.bind:
-        return run.bind
+    from .._native import list_offers
+
+    for host in (run.bind, *run.fabric.nics):
+        if host and (host == run.bind or is_ip(host)):
+            return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses an interface (RFC 5737's TEST-NET-1)
             return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+        except OSError:  # no way out of these networks, but perhaps peers in one of them
+            sources = [offer["source"] for offer in list_offers("tcp")]
+            return next((ip for ip in sources if ":" not in ip and not ip.startswith("127.")), socket.gethostname())
 
 
 # -- the initiator -----------------------------------------------------------------------------------------------------

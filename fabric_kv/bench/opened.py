@@ -21,6 +21,7 @@ from .workload import Fabric
 __all__ = [
     "choose_nics",
     "describe_rails",
+    "is_ip",
     "link_gbps",
     "open_engine",
     "remove_shm_names",
@@ -59,7 +60,7 @@ def choose_nics(fabric: Fabric, local_host: str) -> tuple[str, ...]:
     elif fabric.provider == "shm":
         nics = ["shm"]
     elif fabric.provider is not None and any(
-        _is_ip(offer["source"]) and not offer["rdma"] for offer in _native.list_offers(fabric.provider)
+        is_ip(offer["source"]) and not offer["rdma"] for offer in _native.list_offers(fabric.provider)
     ):
         # A control connection over a pipe: both ends are here.
         nics = [local_host] if local_host else [f"127.0.0.{1 + index}" for index in range(rails or 1)]
@@ -164,7 +165,8 @@ def _alive(pid: str) -> bool:
         return False
 
 
-def _is_ip(source: str) -> bool:
+def is_ip(source: str) -> bool:
+    """Whether it is an address; of IPv6 also in brackets."""
     try:
         ipaddress.ip_address(source.strip("[]"))
     except ValueError:

@@ -87,7 +87,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     source: bytes
     sink: bytes
     provider: _Text
-    rails: Annotated[list[dict[str, _Text | int | None]], Meta(max_length=64)]
+    rails: Annotated[list[dict[str, _Text | float | None]], Meta(max_length=64)]
     shm_names: Annotated[list[_Text], Meta(max_length=64)]
 
 

@@ -98,56 +98,53 @@ def free_port() -> int:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-OPERATIONS = {
-    "paged": ["-b", "4K", "-e", "16K", "--pages", "32", "--contiguity", "50", "--batch", "2"],
-    "write": ["-b", "100", "-e", "1M", "-f", "10000"],
-    "imm": ["--batch", "8"],
-    "read": ["-b", "16K", "--pages", "4"],
-    "send": ["-b", "1K", "--batch", "4"],
-}
+PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
 
 
 @pytest.mark.parametrize(
-    ("provider", "op"),
-    [*(("tcp", op) for op in OPERATIONS), ("net", "paged"), ("shm", "paged"), ("shm", "read")],
+    ("provider", "options"),
+    [
+        ("tcp", ["--op", "paged", *PAGES, "--contiguity", "50", "--batch", "2", "--peers", "3"]),
+        ("tcp", ["--op", "write", "-b", "100", "-e", "1M", "-f", "10000", "--bidir", "--rails", "2"]),
+        ("tcp", ["--op", "imm", "--batch", "8"]),
+        ("tcp", ["--op", "read", "-b", "16K", "--pages", "4", "--bidir"]),
+        ("tcp", ["--op", "send", "-b", "1K", "--batch", "4", "--peers", "2", "-R"]),
+        ("shm", ["--op", "paged", *PAGES]),
+        ("shm", ["--op", "read", "-b", "16K", "--progress", "spin"]),
+    ],
     indirect=["provider"],
+    ids=lambda value: value if isinstance(value, str) else value[1],
 )
-def test_every_operation_is_measured_and_right(provider: Provider, op: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*OPERATIONS[op], "--op", op, "-n", "40", "--depth", "4", "--verify"]
-    status = main(["--loopback", "--provider", provider.name, *options])
+def test_every_operation_is_measured_and_right(
+    provider: Provider, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    work = ["-n", "40", "--depth", "4", "--verify", "--json", str(path)]
+    status = main(["--loopback", "--provider", provider.name, *options, *work])
     captured = capsys.readouterr()
     assert status == 0, captured.out + captured.err
     assert captured.err == ""  # neither progress bars nor warnings in a pipe
     assert "# Wrong pages : 0 OK" in captured.out
-    found = rows(captured.out)
-    assert len(found) == (2 if "-e" in options else 1)
-    assert all(int(row[3]) == 40 for row in found)
-    assert all(float(row[7]) > 0 and float(row[-1]) == 0 for row in found)
+    report = read_report(path)
+    assert report.ok
+    assert len(report.rails) == (2 if "--rails" in options else 1)
+    assert len(rows(captured.out)) == len(report.rows) == (2 if "-e" in options else 1)
+    ends = report.num_peers * (2 if "--bidir" in options else 1)
+    for row in report.rows:
+        assert row.iterations == 40
+        assert row.mpages_per_s > 0
+        # Nothing is counted twice and nothing left out: all peers, in both directions.
+        assert row.gb_per_s * row.elapsed_s * 1e9 == pytest.approx(ends * 40 * row.bytes)
 
 
 @tcp_only
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--op", "paged", "--peers", "3"],
-        ["--op", "send", "--peers", "2", "-R"],
-        ["--op", "read", "--peers", "2", "--bidir"],
-        ["--op", "write", "-D", "0.2", "--bidir", "--rails", "2", "--progress", "spin"],
-    ],
-    ids=" ".join,
-)
-def test_directions_and_peers(provider: Provider, options: list[str], tmp_path: Path) -> None:
+def test_posting_for_a_time(provider: Provider, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    status = main([*LOOPBACK, *options, "-b", "4K", "-n", "30", "--verify", "--json", str(path)])
-    report = read_report(path)
-    assert (status, report.error) == (0, None)
-    assert report.ok
-    assert len(report.rails) == (2 if "--rails" in options else 1)
-    (row,) = report.rows
-    assert row.gb_per_s > 0
-    if "-D" not in options:
-        ends = report.num_peers * (2 if "--bidir" in options else 1)
-        assert row.gb_per_s * row.elapsed_s * 1e9 == pytest.approx(ends * 30 * row.bytes)
+    options = ["--op", "write", "-b", "4K", "-D", "0.2", "--bidir", "--verify", "--json", str(path)]
+    assert main([*LOOPBACK, *options]) == 0
+    (row,) = read_report(path).rows
+    assert row.elapsed_s >= 0.2
+    assert row.iterations > 0
 
 
 @tcp_only
@@ -288,20 +285,19 @@ def test_ends_with_different_providers_refuse_each_other(provider: Provider) -> 
 
 
 @tcp_only
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_initiator_hears_that_its_target_has_ended(provider: Provider, number: int) -> None:
+def test_an_initiator_hears_that_its_target_has_ended(provider: Provider) -> None:
     port = free_port()
     with started("-p", str(port), "--provider", "tcp") as target:
         read_until(target, "At the other end")
         with started(f"127.0.0.1:{port}", "--provider", "tcp", *ENDLESS) as initiator:
             read_until(initiator, "page.B.")
-            target.send_signal(number)
+            target.terminate()
             output, errors = initiator.communicate(timeout=LONG)
         assert initiator.returncode == 1
-        assert re.search(f"target 127.0.0.1:{port} (has gone without a word|gave up: it was terminated)", errors)
+        assert f"target 127.0.0.1:{port} gave up: it was terminated" in errors
         assert "# Ended early" in output
         target.communicate(timeout=LONG)
-        assert target.returncode == (143 if number == signal.SIGTERM else -number)
+        assert target.returncode == 143
 
 
 # -- nothing is left behind --------------------------------------------------------------------------------------------

@@ -273,18 +273,6 @@ def test_the_command_that_a_target_prints_works(provider: Provider) -> None:
 
 
 @tcp_only
-def test_ends_with_different_providers_refuse_each_other(provider: Provider) -> None:
-    port = free_port()
-    with started("-p", str(port), "--provider", "shm") as target:
-        read_until(target, "At the other end")
-        done = bench(f"127.0.0.1:{port}", "--provider", "tcp", "-b", "4K")
-        assert done.returncode == 1
-        assert "this target was started with --provider shm" in done.stderr
-        target.communicate(timeout=LONG)
-        assert target.returncode == 2
-
-
-@tcp_only
 def test_an_initiator_hears_that_its_target_has_ended(provider: Provider) -> None:
     port = free_port()
     with started("-p", str(port), "--provider", "tcp") as target:

@@ -8,8 +8,10 @@ import pytest
 from fabric_kv.bench.args import parse, peer_command
 from fabric_kv.bench.channel import format_address, parse_address, plain_host
 from fabric_kv.bench.main import main
+from fabric_kv.bench.opened import same_provider
 from fabric_kv.bench.sizes import parse_size, size_text, sweep
-from fabric_kv.bench.workload import OPS, Case, Workload
+from fabric_kv.bench.target import combine
+from fabric_kv.bench.workload import OPS, Case, Fabric, Workload
 from fabric_kv.errors import ConfigError
 
 RUNNABLE = [op for op in OPS if op != "messenger"]
@@ -137,6 +139,23 @@ def test_a_target_is_not_asked_for_more_than_the_limits() -> None:
         plain = {**msgspec.to_builtins(Workload(op="write", cases=(Case(4096, 1),))), name: value}
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(plain, Workload)
+
+
+def test_a_target_keeps_what_it_was_told_and_refuses_another_provider() -> None:
+    asked = Fabric(provider="tcp", rails=2, progress="spin")
+    assert combine(Fabric(), asked) == Fabric(provider="tcp", rails=2)
+    assert combine(Fabric(nics=("eth1",)), asked) == Fabric(provider="tcp", nics=("eth1",))
+    assert combine(Fabric(provider="tcp", rails=1), Fabric()) == Fabric(provider="tcp", rails=1)
+    with pytest.raises(ConfigError, match="this target was started with --provider shm"):
+        combine(Fabric(provider="shm"), asked)
+
+
+@pytest.mark.parametrize(
+    ("provider", "opened", "same"),
+    [("tcp", "tcp;ofi_rxm", True), ("net", "net", True), ("tcp", "net", False), ("net", "net;ofi_rxm", True)],
+)
+def test_an_opened_provider_is_the_one_asked_for_or_not(provider: str, opened: str, same: bool) -> None:
+    assert same_provider(provider, opened) == same
 
 
 @pytest.mark.parametrize(

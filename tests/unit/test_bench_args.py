@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import tomllib
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -186,3 +190,9 @@ def test_a_target_prints_what_to_type_at_the_other_end() -> None:
     run = parse(command.split()[1:])
     assert run.addresses == ("10.0.0.5:7",)
     assert peer_command([], "10.0.0.5", 18600) == "fabric-kv-bench 10.0.0.5"
+
+
+def test_the_command_is_installed() -> None:
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["fabric-kv-bench"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main

@@ -1,8 +1,8 @@
 """What the engine's calls cost in Python: ``pytest benchmarks/bench_engine.py``. Targets, not assertions.
 
 Submitting 16 pages: under 5 us, prepared under 3 us; a million pages from a ``PageList``: under 1 ms. Adaptive
-engines; both ends are in this process and providers move the data in software, so that what follows a submission competes
-with it for the cores: ``scripts/bench`` measures throughput.
+engines; both ends are in this process and providers move the data in software, so that what follows a submission
+competes with it for the cores: ``scripts/bench`` measures throughput.
 """
 
 from __future__ import annotations

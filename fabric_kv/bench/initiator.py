@@ -30,6 +30,9 @@ _HELLO_S = 10.0
 #: With --verify each lane is looked at so many times with fresh bytes, beside the check of what was timed.
 CHECKED_ROUNDS = 3
 
+# At least so fast are contents made and compared, even on a machine that has other things to do.
+_BYTES_PER_S = 50e6
+
 _MAX_TRANSFERS = 1 << 20
 
 
@@ -176,7 +179,8 @@ class Initiator:
     ) -> tuple[Finished, list[Finished]]:
         """One phase at all ends: our figures, and theirs."""
         links = self.side.links
-        patience_s = self._workload.timeout_s + SETUP_S  # they may have much memory to fill or to look at
+        # They may have much memory to fill, or to look at.
+        patience_s = self._workload.timeout_s + self.side.places(case).nbytes / _BYTES_PER_S
         phase = Phase(case, iterations, seconds, iteration, clear, check, None, None)
         run = PhaseRun(self.side, phase)
         for index, link in enumerate(links):

@@ -59,6 +59,7 @@ class LocalTargets:
         for channel in self.channels:
             channel.close()
         for process in self.processes:
+            process.send_signal(signal.SIGCONT)  # one that was stopped cannot notice that it is over
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:

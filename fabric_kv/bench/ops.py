@@ -33,6 +33,9 @@ __all__ = [
     "max_transfers",
 ]
 
+# Large pages are split into writes at multiples of the unit, so it must not be above what a NIC takes in one.
+_UNIT_BYTES = 64 << 10
+
 Post = Callable[[int], Sequence[Transfer]]
 
 
@@ -142,8 +145,10 @@ class CountedSink(Sink):
     """A completion counter of the engine."""
 
     def __init__(self, side: Side, places: Places) -> None:
-        self._units = places.case.num_pages
-        self._counter: Counter = side.engine.counter(unit_bytes=max(places.case.page_bytes, 1))
+        page_bytes = max(places.case.page_bytes, 1)
+        unit_bytes = min(page_bytes, _UNIT_BYTES)
+        self._units = places.case.num_pages * -(-page_bytes // unit_bytes)
+        self._counter: Counter = side.engine.counter(unit_bytes=unit_bytes)
         self.token = self._counter.token
 
     def arm(self, iterations: int) -> None:  # noqa: D102

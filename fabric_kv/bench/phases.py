@@ -217,9 +217,11 @@ class PhaseRun:
         parts = []
         if self._flow is not None:
             parts.append(f"{self._flow.posted} iterations posted, {self._flow.retired_iterations} ended")
-        for link, sink, done in zip(self._side.links, self._sinks, self._signalled, strict=True):
+            if self._flow.retired:
+                parts.append("the other end has not said that all is there")
+        for sink, done, link in zip(self._sinks, self._signalled, self._side.links, strict=False):  # no sinks: no data
             if not done:
-                parts.append(f"{sink.received()} pages have come from {link.channel.who}, and not all")
+                parts.append(f"{sink.received()} units have come from {link.channel.who}, and not all")
         return "; ".join(parts)
 
     def _count_ops(self) -> tuple[int, int]:

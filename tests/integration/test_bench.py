@@ -105,7 +105,7 @@ PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
     ("provider", "options"),
     [
         ("tcp", ["--op", "paged", *PAGES, "--contiguity", "50", "--batch", "2", "--peers", "3"]),
-        ("tcp", ["--op", "write", "-b", "100", "-e", "1M", "-f", "10000", "--bidir", "--rails", "2"]),
+        ("tcp", ["--op", "write", "-b", "300", "-e", "3M", "-f", "10000", "--bidir", "--rails", "2"]),
         ("tcp", ["--op", "imm", "--batch", "8"]),
         ("tcp", ["--op", "read", "-b", "16K", "--pages", "4", "--bidir"]),
         ("tcp", ["--op", "send", "-b", "1K", "--batch", "4", "--peers", "2", "-R"]),
@@ -286,6 +286,18 @@ def test_an_initiator_hears_that_its_target_has_ended(provider: Provider) -> Non
         assert "# Ended early" in output
         target.communicate(timeout=LONG)
         assert target.returncode == 143
+
+
+@tcp_only
+def test_a_stopped_target_is_given_up(provider: Provider) -> None:
+    with started(*LOOPBACK, "--op", "write", *ENDLESS, "--timeout", "1") as initiator:
+        read_until(initiator, "page.B.")
+        (target,) = children(initiator.pid)
+        os.kill(target, signal.SIGSTOP)
+        _, errors = initiator.communicate(timeout=LONG)
+        assert initiator.returncode == 1
+        assert re.search(r"nothing has happened for 1 s: \d+ iterations posted|has not answered for", errors)
+        wait_until_gone(target)
 
 
 # -- nothing is left behind --------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import msgspec
 
 from ..errors import ConfigError, FabricKVError, PeerUnreachableError, ProtocolError
 from .against import measure_against
-from .args import PROG, Run, parse, peer_command
+from .args import Run, parse, peer_command
 from .channel import Channel, connect, format_address, listen, plain_host
 from .compare import compare
 from .files import check_writable, read_report, write_csv, write_json
@@ -33,6 +33,7 @@ from .loopback import LocalTargets
 from .machine import describe_machine, describe_topology, describe_versions
 from .model import ModelWork
 from .opened import is_ip
+from .parser import PROG
 from .plot import check_plottable, plot
 from .prefill_end import PrefillEnd
 from .progress import Progress

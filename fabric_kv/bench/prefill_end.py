@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import select
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
-
-import numpy as np
 
 from ..config import Bounds
 from ..errors import FabricError, FabricKVError, PeerUnreachableError, ProtocolError
@@ -27,25 +24,17 @@ from .decode_end import CANCEL_S, make_opened
 from .initiator import exchange_hellos, explain
 from .model import Cache, ModelWork, layer_moves
 from .opened import describe_rails, open_engine, remove_shm_names
+from .request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
 from .wire import Bye, Clock, LayerAsk, LayerReady, MessengerSetup, Opened, Regions, RequestsAsk, Served
 from .workload import Fabric
 
-__all__ = ["PrefillEnd", "poisson_arrivals"]
+__all__ = ["PrefillEnd"]
 
 _SETUP_S = 60.0
 _TICK_S = 0.05
 _PINGS = 32
 _LAYER_ROUNDS = 9
 CHECKED_ASKS = 2
-
-
-class _Times(NamedTuple):
-    """Of a request, on our clock, in ns; and how long its writes kept NICs busy."""
-
-    started: int
-    last_layer: int  # before layer_done of the last layer of the last chunk
-    busy_before: int
-    busy_at_end: int  # when compute ended
 
 
 class _Queue:
@@ -115,7 +104,7 @@ class PrefillEnd:
             raise
         self._free = list(range(work.slots))
         self._held: dict[RequestKey, int] = {}
-        self._times: dict[str, _Times] = {}
+        self._times: dict[str, PrefillTimes] = {}
 
     @property
     def target_rails(self) -> list[dict[str, Any]]:
@@ -148,7 +137,16 @@ class PrefillEnd:
         elapsed_s = (time.monotonic_ns() - start_ns) / 1e9
         after = self._counted()
         wrong = sum(answer.wrong_pages for answer in served)
-        figures = self._figures(served, layer_ns)
+        figures = request_figures(
+            work,
+            sum(move.nbytes for move in layer_moves(work, self._plan)),
+            served,
+            [decoder.offset_ns for decoder in self._decoders],
+            self._times,
+            layer_ns,
+        )
+        timed = [times for name, times in self._times.items() if name.startswith("timed-")]
+        figures["hidden_share"] = hidden_share(timed, after[2])
         if verify:
             for iteration in range(1, CHECKED_ASKS + 1):
                 self._cache.stamp(iteration)
@@ -269,7 +267,14 @@ class PrefillEnd:
             deadline = max(deadline, time.monotonic() + self._work.timeout_s)
             if on_progress is not None:
                 on_progress(done + 1)
-        return [decoder.channel.expect(Served, self._work.timeout_s + _SETUP_S) for decoder in self._decoders]
+        answers = [decoder.channel.expect(Served, self._work.timeout_s + _SETUP_S) for decoder in self._decoders]
+        for decoder, answer in zip(self._decoders, answers, strict=True):
+            ids = {times.request_id for times in answer.requests}
+            if len(ids) != count or not ids <= self._times.keys():
+                raise ProtocolError(
+                    f"{decoder.channel.who} tells of {len(ids)} requests that are not the {count} served"
+                )
+        return answers
 
     def _next(self, deadline: float) -> PrefillRequest:
         while True:
@@ -316,7 +321,7 @@ class PrefillEnd:
             for layer in range(layers):
                 self._messenger.layer_done(step, layer)
         self._messenger.finish(request.key)
-        self._times[request.key.request_id] = _Times(started, last_layer, busy_before, busy_at_end)
+        self._times[request.key.request_id] = PrefillTimes(started, last_layer, busy_before, busy_at_end)
 
     def _slot(self) -> int:
         """A page set that no write reads any more."""
@@ -338,50 +343,6 @@ class PrefillEnd:
         rails = self.engine.describe()["groups"][0]["rails"]
         return tuple(sum(rail[name] for rail in rails) for name in ("ops", "bytes", "busy_ns"))
 
-    def _figures(self, served: Sequence[Served], layer_ns: Sequence[int]) -> dict[str, Any]:
-        work = self._work
-        tails, latencies, waits, ttfts = [], [], [], []
-        for decoder, answer in zip(self._decoders, served, strict=True):
-            for times in answer.requests:
-                ours = self._times[times.request_id]
-                ready = times.ready_ns - decoder.offset_ns
-                tails.append((ready - ours.last_layer) / 1e3)
-                latencies.append((times.ready_ns - times.arrived_ns) / 1e6)
-                waits.append((times.submitted_ns - times.arrived_ns) / 1e6)
-                ttfts.append((ready - ours.started) / 1e6)
-        compute_ms = work.compute_ms * work.layout.num_layers * len(work.chunks())
-        layer_us, tail_us = statistics.median(layer_ns) / 1e3, statistics.median(tails)
-        layer_bytes = sum(move.nbytes for move in layer_moves(work, self._plan))
-        return {
-            "compute_ms": compute_ms,
-            "prefill_to_ready_ms": _spread(ttfts),
-            "ttft_penalty_ms": _spread([tail / 1e3 for tail in tails]),
-            "latency_ms": _spread(latencies),
-            "queued_ms": _spread(waits),
-            "layer_bytes": layer_bytes,
-            "layer_us": layer_us,
-            "layer_gb_per_s": layer_bytes / layer_us / 1e3,
-            "tail_us": tail_us,
-            "efficiency": layer_us / tail_us if work.layerwise else None,
-            "hidden_share": self._hidden(),
-        }
-
-    def _hidden(self) -> float | None:
-        """Share of the time with writes in flight that fell into the computing of this or another request."""
-        timed = [times for name, times in self._times.items() if name.startswith("timed-")]
-        starts = [times.busy_before for times in timed]
-        ends = [*starts[1:], self._counted()[2]]
-        total = sum(end - start for start, end in zip(starts, ends, strict=True))
-        hidden = sum(times.busy_at_end - times.busy_before for times in timed)
-        return hidden / total if total else None
-
-
-def poisson_arrivals(qps: float, count: int, num_decoders: int, seed: int) -> list[list[float]]:
-    """When requests arrive at each decode side, in seconds: together a Poisson process of ``qps`` a second."""
-    random = np.random.default_rng(seed)
-    times = np.cumsum(random.exponential(1.0 / qps, count * num_decoders))
-    return [times[index::num_decoders].tolist() for index in range(num_decoders)]
-
 
 def _compute(since: float, ms: float) -> float:
     """Sleep until ``ms`` after ``since``; late sleeps do not add up. Returns when it should have ended."""
@@ -391,9 +352,3 @@ def _compute(since: float, ms: float) -> float:
         time.sleep(until - now)
         return until
     return now if ms == 0 else until
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    array = np.asarray(values)
-    p50, p99 = np.quantile(array, [0.5, 0.99])
-    return {"avg": float(array.mean()), "p50": float(p50), "p99": float(p99), "max": float(array.max())}

@@ -12,7 +12,8 @@ from fabric_kv import Engine
 from fabric_kv.bench.args import parse
 from fabric_kv.bench.main import main
 from fabric_kv.bench.model import Cache, ModelWork, layer_moves, page_sets
-from fabric_kv.bench.prefill_end import poisson_arrivals
+from fabric_kv.bench.request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
+from fabric_kv.bench.wire import RequestTimes, Served
 from fabric_kv.sharding import PRESETS, KVLayout, layout_from_config, plan_transfer
 
 DENSE = KVLayout.attention(num_layers=3, kv_heads=4, head_dim=4, page_tokens=4, dtype="float16")
@@ -142,3 +143,23 @@ def test_the_command_line_of_the_issue() -> None:
 def test_requests_that_cannot_be_are_refused(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--loopback", *options]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_times_of_both_ends_are_put_together() -> None:
+    work = ModelWork(layout=DENSE, isl=8, chunk=4, layerwise=True, compute_ms=2.0)
+    times = {"timed-0.0": PrefillTimes(started=1_000_000, last_layer=9_000_000, busy_before=0, busy_at_end=0)}
+    served = [Served([RequestTimes("timed-0.0", 500_000, 700_000, 10_000_000)], 0)]
+    figures = request_figures(work, 4096, served, [-500_000], times, [300_000, 750_000, 900_000])
+    assert figures["tail_us"] == 1500.0  # their clock is half a millisecond behind
+    assert figures["ttft_penalty_ms"]["p50"] == 1.5
+    assert figures["prefill_to_ready_ms"]["max"] == 9.5
+    assert figures["latency_ms"]["avg"] == 9.5
+    assert figures["queued_ms"]["p99"] == pytest.approx(0.2)
+    assert figures["efficiency"] == 0.5
+    assert figures["compute_ms"] == 12.0
+
+
+def test_the_hidden_share_is_what_was_written_while_something_computed() -> None:
+    times = [PrefillTimes(0, 0, busy_before=100, busy_at_end=130), PrefillTimes(0, 0, busy_before=140, busy_at_end=190)]
+    assert hidden_share(times, 200) == pytest.approx((30 + 50) / 100)
+    assert hidden_share(times[:1], 100) is None

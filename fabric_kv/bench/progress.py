@@ -21,11 +21,11 @@ class Progress:
         if sys.stderr.isatty():
             try:
                 from rich.console import Console
-                from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
                 from rich.progress import Progress as Bar
             except ImportError:
                 return
-            parts = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             self._bar = Bar(
                 *parts,
                 TimeElapsedColumn(),

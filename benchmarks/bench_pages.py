@@ -15,8 +15,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -25,16 +23,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from contenders import EnginePair, Floor, Latency
+from contenders import EnginePair, open_floor
 from rich.console import Console
 from rich.table import Table
+
+from fabric_kv.bench.floor import Floor, FloorLatency, pages_of_a_round
+from fabric_kv.bench.machine import describe_machine, describe_versions
 
 KIB = 1024
 PROVIDERS = ("tcp", "net", "shm")
 PAGE_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 CONTIGUOUS_PAGE_BYTES = (4 * KIB, 64 * KIB)
-ROUND_BYTES = 32 << 20  # moved in one round, but no more than
-ROUND_PAGES = 8192
+ROUND_PAGES = 8192  # moved in one round, but no more than 32 MiB
 ROUNDS = 5  # of which a repetition takes the median
 LATENCY_BYTES = 16 * KIB
 LATENCY_ROUNDS = 1000
@@ -57,7 +57,7 @@ def compare_pages(
     floor: Floor, engines: Sequence[EnginePair], page_bytes: int, pattern: str, repetitions: int
 ) -> Iterator[dict[str, Any]]:
     """A result for each engine."""
-    num_pages = min(ROUND_PAGES, ROUND_BYTES // page_bytes)
+    num_pages = pages_of_a_round(page_bytes, ROUND_PAGES)
     rates: dict[str, list[float]] = {side.name: [] for side in (floor, *engines)}
     for _ in range(repetitions):
         for side in (floor, *engines):
@@ -80,7 +80,7 @@ def compare_pages(
 
 def compare_latency(floor: Floor, engines: Sequence[EnginePair], repetitions: int) -> Iterator[dict[str, Any]]:
     """A result for each engine, in microseconds."""
-    found: dict[str, list[Latency]] = {side.name: [] for side in (floor, *engines)}
+    found: dict[str, list[FloorLatency]] = {side.name: [] for side in (floor, *engines)}
     for _ in range(repetitions):
         for side in (floor, *engines):
             found[side.name].append(side.latency(LATENCY_BYTES, LATENCY_ROUNDS))
@@ -94,7 +94,7 @@ def compare_latency(floor: Floor, engines: Sequence[EnginePair], repetitions: in
             **{
                 f"{who}_{field}": summary([getattr(latency, field) for latency in found[name]])
                 for who, name in (("floor", "floor"), ("engine", engine.name))
-                for field in Latency._fields
+                for field in FloorLatency._fields
             },
             "ratio": summary([ours.p50_us / bare.p50_us for ours, bare in pairs]),
         }
@@ -239,17 +239,17 @@ def update_document(path: Path, markdown: str) -> None:
     path.write_text(new)
 
 
-def describe_machine(repetitions: int) -> dict[str, Any]:
+def describe_run(repetitions: int) -> dict[str, Any]:
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    machine, versions = describe_machine(), describe_versions()
     return {
         "commit": git.stdout.strip() or "unknown",
         "date": datetime.date.today().isoformat(),
         "repetitions": repetitions,
-        "cpu": f"{cpu[1] if cpu else platform.machine()} × {os.cpu_count()}",
-        "Linux": platform.release(),
-        "Python": platform.python_version(),
-        "load before": f"{os.getloadavg()[0]:.1f}",
+        "cpu": machine["cpu"],
+        "Linux": versions["Linux"],
+        "Python": versions["Python"],
+        "load before": machine["load"],
     }
 
 
@@ -272,11 +272,11 @@ def main() -> None:
     args = parse_args()
     repetitions = args.repetitions or (5 if args.quick else 7)
     sizes = args.page_bytes or ((4 * KIB, 64 * KIB) if args.quick else PAGE_BYTES)
-    machine = describe_machine(repetitions)
+    machine = describe_run(repetitions)
     results: list[dict[str, Any]] = []
     for provider in args.providers:
         with contextlib.ExitStack() as stack:
-            floor = stack.enter_context(Floor(provider))
+            floor = stack.enter_context(open_floor(provider))
             engines = [stack.enter_context(EnginePair(provider, mode)) for mode in (MODES[:1] if args.quick else MODES)]
             cases = [(size, "random") for size in sizes]
             cases += [(size, "contiguous") for size in sizes if size in CONTIGUOUS_PAGE_BYTES[: 1 if args.quick else 2]]

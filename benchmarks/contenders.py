@@ -1,6 +1,6 @@
 """What is compared: the bare loop of floor/ and our engine, as pairs of processes that rest while others measure.
 
->>> with Floor("tcp") as floor, EnginePair("tcp", "spin") as engine:
+>>> with open_floor("tcp") as floor, EnginePair("tcp", "spin") as engine:
 ...     rates = [(floor.pages(4096, 8192, "random", 4), engine.pages(4096, 8192, "random", 4)) for _ in range(5)]
 
 Senders run on cpu 0, receivers on cpu 1.
@@ -10,87 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
-import select
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import engine_side
 
-FLOOR = Path(__file__).parent / "floor" / "floor"
+from fabric_kv.bench.floor import Floor, FloorLatency, FloorRate
+
 PATIENCE_S = 120.0
 SENDER_CPU, RECEIVER_CPU = 0, 1
 
 
-class Rate(NamedTuple):
-    pages_per_s: float
-
-
-class Latency(NamedTuple):
-    p50_us: float
-    p99_us: float
-
-
-class Floor:
-    """The bare loop. It polls only while it measures, and waits for the next command without using a core."""
-
-    name = "floor"
-
-    def __init__(self, provider: str, binary: Path = FLOOR) -> None:
-        self.provider = provider
-        self.forms: dict[tuple[int, int, str], str] = {}  # the best one of each case, found by the first run
-        self.process = subprocess.Popen(
-            [binary, provider, "--cpus", f"{SENDER_CPU},{RECEIVER_CPU}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def command(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], PATIENCE_S)[0]:
-            raise TimeoutError(f"the floor over {self.provider} has not answered to {line!r} for {PATIENCE_S} s")
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the floor over {self.provider} gave up at {line!r}")
-        return json.loads(answer)
-
-    def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int) -> Rate:
-        case = (page_bytes, num_pages, pattern)
-        if case not in self.forms:
-            found = self.command(f"pages {page_bytes} {num_pages} {pattern} 1")
-            self.forms[case] = " ".join(str(found[field]) for field in ("places", "window", "inject"))
-        answer = self.command(f"pages {page_bytes} {num_pages} {pattern} {rounds} {self.forms[case]}")
-        return Rate(answer["pages_per_s"])
-
-    def latency(self, nbytes: int, rounds: int) -> Latency:
-        answer = self.command(f"latency {nbytes} {rounds}")
-        return Latency(answer["p50_us"], answer["p99_us"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        assert self.process.stdin
-        assert self.process.stdout
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
-        self.process.stdout.close()
+def open_floor(provider: str) -> Floor:
+    """The bare loop, on the cpus that the engines use."""
+    return Floor(provider, cpus=f"{SENDER_CPU},{RECEIVER_CPU}")
 
 
 class EnginePair:
@@ -151,14 +90,14 @@ class EnginePair:
                 pipe.send((method, arguments))
             return self.answers()
 
-    def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int) -> Rate:
+    def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int) -> FloorRate:
         _, times = self.call("pages", page_bytes, num_pages, pattern, rounds, next(self.seeds))
-        return Rate(num_pages * 1e9 / statistics.median(times))
+        return FloorRate(num_pages * 1e9 / statistics.median(times))
 
-    def latency(self, nbytes: int, rounds: int) -> Latency:
+    def latency(self, nbytes: int, rounds: int) -> FloorLatency:
         times, _ = self.call("latency", nbytes, rounds)
         cuts = statistics.quantiles(times, n=100)
-        return Latency(cuts[49] / 1e3, cuts[98] / 1e3)
+        return FloorLatency(cuts[49] / 1e3, cuts[98] / 1e3)
 
     def submit(self, num_pages: int, repetitions: int) -> float:
         """Microseconds until write_pages returns, the median."""

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fabric_kv.bench.memory import allocate
+from fabric_kv.bench.stamps import count_wrong, stamp
 
 ARENA_BYTES = 128 << 20  # as the floor's
 PATIENCE_S = 30.0
@@ -31,15 +33,6 @@ def choose_pages(
     return src, dst
 
 
-def stamps(pages: NDArray[np.int64], words: int, seed: int) -> NDArray[np.uint64]:
-    """What a page holds: words that tell page, place and measurement, shape (num_pages, words)."""
-    return (
-        (np.uint64(seed) << np.uint64(48))
-        + (pages.astype(np.uint64)[:, None] << np.uint64(20))
-        + np.arange(1, words + 1, dtype=np.uint64)
-    )
-
-
 class Side:
     """An engine with an arena, connected to the other end."""
 
@@ -47,10 +40,7 @@ class Side:
         from fabric_kv import Engine, EngineOptions, RemoteRegion
 
         self.sends, self.link = sends, link
-        arena = mmap.mmap(-1, ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        arena.madvise(mmap.MADV_HUGEPAGE)  # as the floor's
-        self.arena = np.frombuffer(arena, np.uint64)
-        self.arena[:] = 0
+        self.arena = allocate(ARENA_BYTES)
         self.engine = Engine(
             provider,
             nics=[] if provider == "shm" else ["127.0.0.1"],  # the loopback
@@ -66,11 +56,10 @@ class Side:
     def pages(self, page_bytes: int, num_pages: int, pattern: str, rounds: int, seed: int) -> list[float]:
         """Nanoseconds from the call of write_pages to the end of the counter; the first round is left out."""
         src, dst = choose_pages(page_bytes, num_pages, pattern, seed)
-        arena = self.arena.reshape(-1, page_bytes // 8)
         if self.sends:
-            arena[src] = stamps(src, page_bytes // 8, seed)
+            stamp(self.arena, src, page_bytes=page_bytes, seed=seed, iteration=0)
         else:
-            arena[:] = 0
+            self.arena[:] = 0
         times = []
         for _ in range(rounds + 1):
             if self.sends:
@@ -86,8 +75,8 @@ class Side:
                     counter.result(PATIENCE_S)
                     end = time.monotonic_ns()
                 times.append(float(end - self.link.recv()))
-        if not self.sends and not np.array_equal(arena[dst], stamps(src, page_bytes // 8, seed)):
-            raise AssertionError(f"wrong data arrived: {page_bytes} bytes, {pattern}")
+        if not self.sends and (wrong := count_wrong(self.arena, dst, page_bytes=page_bytes, seed=seed, iteration=0)):
+            raise AssertionError(f"{wrong} pages hold wrong data: {page_bytes} bytes, {pattern}")
         return times[1:]
 
     def latency(self, nbytes: int, rounds: int) -> list[float]:

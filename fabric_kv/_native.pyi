@@ -45,7 +45,7 @@ class PageList:
 
 @final
 class Watch:
-    def __init__(self, address: int) -> None: ...
+    def __init__(self, address: int, is_polled: bool) -> None: ...
     @property
     def word(self) -> int: ...
 
@@ -72,6 +72,7 @@ class Engine:
     def remove_peer(self, peer: Peer) -> None: ...
     # (proven, means, why)
     def fence(self, peer: Peer, timeout_s: float) -> tuple[bool, str, str]: ...
+    def fence_means(self) -> str: ...
     # deadline_s 0: none
     def submit_pages(
         self,
@@ -121,6 +122,7 @@ def open_engine(
     heartbeat_misses: int,
     connect_s: float,
     stall_s: float,
+    close_s: float,
     max_registration_bytes: int,
     max_peer_registrations: int,
     device_memory: bool,

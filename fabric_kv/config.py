@@ -48,6 +48,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         How long a monitored peer may stay silent before its first sign of life.
     stall_s : float
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
+    close_s : float
+        How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
+        only where the provider does not return from a call.
     max_registration_bytes : int
         Larger regions consist of several registrations; for NICs with a limit on one. Where a NIC refuses a size the
         limit is found by trying.
@@ -71,6 +74,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_misses: int = 5
     connect_s: float = 5.0
     stall_s: float = 5.0
+    close_s: float = 10.0
     max_registration_bytes: int = 2**63 - 1
     max_peer_registrations: int = 4096
     device_memory: bool = False
@@ -91,6 +95,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("heartbeat_misses", 2, 1000),
             ("connect_s", 0.001, 3600.0),
             ("stall_s", 0.01, 3600.0),
+            ("close_s", 0.01, 3600.0),
             ("max_registration_bytes", 4096, 2**63 - 1),
             ("max_peer_registrations", 0, 1 << 20),
             ("num_counters", 1, (1 << 17) - 1),
@@ -118,6 +123,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         From ``submit`` to the last byte, where the request names no deadline of its own.
     cancel_s : float
         From ``cancel`` to the peer's confirmation that nothing more can land; beyond it the pages are poisoned.
+    fence_s : float
+        How long a lost peer's requests wait for proof that it can write no more; beyond it the pages are poisoned.
     drain_s : float
         How long ``close`` waits for requests in flight.
     """
@@ -126,6 +133,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     accept_s: float = 10.0
     request_s: float = 120.0
     cancel_s: float = 5.0
+    fence_s: float = 0.5
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from .buffers import Buffer, is_same, locate
 from .config import EngineOptions
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
-from .errors import ClosedError, ConfigError, FabricError, RegistrationError
+from .errors import ClosedError, ConfigError, FabricError, RegistrationError, StuckError
 from .futures import Completion
 from .memory.buffer import SharedBuffer
 from .memory.staging import StagingFigures, stage_pieces
@@ -53,8 +53,17 @@ _DRAIN_S = 1.0
 _log = logging.getLogger("fabric_kv")
 
 
-def _close(native: _native.Engine, dispatcher: Dispatcher) -> None:
-    native.close(_DRAIN_S)
+# What NICs may still touch that could not be closed.
+_kept: list[object] = []
+
+
+def _close(native: _native.Engine, dispatcher: Dispatcher, regions: weakref.WeakSet[MemoryRegion]) -> None:
+    try:
+        native.close(_DRAIN_S)
+    except StuckError as error:
+        _log.error("%s", error)
+        with dispatcher.lock:
+            _kept.append(([region._owner for region in regions], [t._keep for t in dispatcher.transfers.values()]))
     dispatcher.stop()
 
 
@@ -149,6 +158,7 @@ class Engine:
             heartbeat_misses=options.heartbeat_misses,
             connect_s=options.connect_s,
             stall_s=options.stall_s,
+            close_s=options.close_s,
             max_registration_bytes=options.max_registration_bytes,
             max_peer_registrations=options.max_peer_registrations,
             device_memory=options.device_memory,
@@ -166,7 +176,8 @@ class Engine:
         )
         self._visibility = Visibility()
         self._staging = StagingFigures()
-        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher)
+        self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._regions)
         _engines.add(self)
         self._dispatcher.start()
 
@@ -298,6 +309,7 @@ class Engine:
             native = self._register_device(found, group)
         region = MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
         self._registered[key] = region
+        self._regions.add(region)
         return region
 
     def _registered_before(self, key: tuple[int, int, int], found: Buffer) -> _native.Region | None:
@@ -402,12 +414,20 @@ class Engine:
             _log.warning("peer %s cannot be fenced: %s", peer.epoch.hex()[:8], fence.why)
         return fence
 
+    @property
+    def fence_means(self) -> str:
+        """What :meth:`fence` goes by with these NICs: ``registrations``, ``exit`` or ``none``; see :class:`Fence`."""
+        return self._native.fence_means()
+
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
         self._dispatcher.on_peer_lost = fn
 
     def on_stalled(self, fn: Callable[[Stall], None] | None) -> None:
-        """Call ``fn(stall)`` when a NIC with work in flight completes nothing for ``options.stall_s``; once a stall."""
+        """Call ``fn(stall)`` when a NIC with work in flight completes nothing for ``options.stall_s``; once a stall.
+
+        Also when the provider has not returned from a call for so long: ``outstanding_bytes`` is 0 then.
+        """
         self._dispatcher.on_stalled = fn
 
     # -- moving data ---------------------------------------------------------------------------------------------------
@@ -536,7 +556,8 @@ class Engine:
         Parameters
         ----------
         word : uint64, shape (1,), optional
-            Memory that something else writes; by default the engine's own, for :meth:`Watch.set`.
+            Memory that something else writes, so that it has to be looked at; by default the engine's own, which
+            :meth:`Watch.set` alone may write.
 
         Raises
         ------
@@ -546,7 +567,7 @@ class Engine:
         array = np.zeros(1, np.uint64) if word is None else word
         if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (1,):
             raise ConfigError("a watch's word must be a NumPy array of one uint64")
-        return Watch(self, array)
+        return Watch(self, array, is_polled=word is not None)
 
     def read(
         self,
@@ -713,6 +734,13 @@ class Engine:
         Posted operations get a second to end by themselves; then the endpoints are closed, after which no NIC can touch
         caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine, also from two threads and
         from callbacks. A callback that is running is waited for, within five seconds.
+
+        Raises
+        ------
+        StuckError
+            If the provider has not returned from a call after ``options.close_s`` more: a NIC could not be closed.
+            Everything has ended in ClosedError nevertheless, but peers may still write into the memory of its regions,
+            which is kept until the process ends. Calling again looks again.
         """
         self._finalizer()
         # Where another thread was first, its close() may still be at work: memory is safe only after it.
@@ -787,8 +815,8 @@ class Engine:
             self._enter(transfer, native)
         return transfer
 
-    def _new_watch(self, address: int) -> _native.Watch:
-        watch: _native.Watch = _load_native().Watch(address)
+    def _new_watch(self, address: int, is_polled: bool) -> _native.Watch:
+        watch: _native.Watch = _load_native().Watch(address, is_polled)
         return watch
 
     def _new_prepared(self, peer: Peer, pieces: list[_native._Piece]) -> _native.Prepared:

@@ -15,6 +15,7 @@
     ├─ SharingError (ConnectionError)  another process's buffers were refused, or their owner is gone: path, reason
     ├─ FabricError                     a libfabric call failed: op, fi_errno, provider, nic
     │  ├─ RegistrationError            memory could not be registered
+    │  ├─ StuckError                   the provider has not returned from a call: close() gave up, memory stays in use
     │  └─ PeerUnreachableError (ConnectionError)
     ├─ WouldBlockError (BlockingIOError)   a bounded queue is full; nothing was taken, try again later
     ├─ TransferError                   accepted, then failed: transfer_id, peer, bytes_done
@@ -58,6 +59,7 @@ __all__ = [
     "RequestRejectedError",
     "RequestTimeoutError",
     "SharingError",
+    "StuckError",
     "TopologyError",
     "TransferCancelledError",
     "TransferError",
@@ -183,6 +185,13 @@ class FabricError(FabricKVError):
 
 class RegistrationError(FabricError):
     """Memory could not be registered; the range is not usable for transfers and nothing is left behind."""
+
+
+class StuckError(FabricError):
+    """The provider has not returned from a call, so that a NIC could not be closed.
+
+    Memory that was registered stays so, and is kept, until the process ends: peers may write into it at any time.
+    """
 
 
 class PeerUnreachableError(FabricError, ConnectionError):

@@ -56,17 +56,18 @@ class PreparedPiece(NamedTuple):
 class Watch:
     """A 64-bit word ``step << 16 | layers done`` that transfers wait for. Made by :meth:`Engine.watch`.
 
-    Whatever computes bumps it: a CPU thread through :meth:`set`, or anything that can write :attr:`array`, with release
-    semantics, which the engine looks at itself: all the time where it spins, else every 50 µs while a transfer waits.
+    Whatever computes bumps it: a CPU thread through :meth:`set`, or, where it was made of somebody's memory, anything
+    that can write that, with release semantics: the engine looks at it itself, all the time where it spins, else every
+    50 µs while a transfer waits.
 
     The word is a level: who waits for what is done already goes at once, and a step that has begun says that all
     earlier ones are done. Steps that nobody waits for are nothing.
     """
 
-    def __init__(self, engine: Engine, array: NDArray[np.uint64]) -> None:
+    def __init__(self, engine: Engine, array: NDArray[np.uint64], is_polled: bool) -> None:
         self._engine = engine
         self.array = array
-        self._native = engine._new_watch(array.ctypes.data)
+        self._native = engine._new_watch(array.ctypes.data, is_polled)
 
     def set(self, step: int, layers: int) -> None:
         """Say that ``layers`` layers of ``step`` are done, from any thread.

@@ -30,10 +30,11 @@ from .errors import (
     WouldBlockError,
 )
 from .regions import CounterToken, EngineAddress, RemoteRegion
-from .transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
+from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Transfer
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .prepared import Watch
 
 __all__ = ["MemoryEngine", "MemoryFabric"]
 
@@ -58,6 +59,8 @@ class MemoryFabric:
         Share of control messages that get lost on the way, in silence, as no reliable provider would.
     duplicate_messages : float
         Share of control messages that arrive twice.
+    prove_fences : float
+        Share of fences that are proven, by keys that are taken back.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -67,6 +70,7 @@ class MemoryFabric:
         self.hold_writes = False
         self.drop_messages = 0.0
         self.duplicate_messages = 0.0
+        self.prove_fences = 0.0
         self.engines: dict[bytes, MemoryEngine] = {}
         self._events: list[Event] = []
         self._held: list[Event] = []
@@ -161,10 +165,26 @@ class _Write:
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
         self.waiting: set[int] = set()
+        self.parked: set[int] = set()  # of these: not posted, since their layers are not done
         self.cancelled = False
         self.dropped = 0
         self.error: TransferError | None = None
         self.num_bytes = 0
+
+
+class _MemoryWatch:
+    def __init__(self, fabric: MemoryFabric) -> None:
+        self.fabric = fabric
+        self.word = 0
+        self.waiting: list[tuple[int, Event]] = []
+
+    def set(self, step: int, layers: int) -> None:
+        with self.fabric._changed:
+            self.word = _word(step, layers)
+            ready = [go for wanted, go in self.waiting if wanted <= self.word]
+            self.waiting = [(wanted, go) for wanted, go in self.waiting if wanted > self.word]
+            for go in ready:
+                go()
 
 
 class _Slot:
@@ -192,7 +212,9 @@ class MemoryEngine:
         self.slots: list[_Slot] = []
         self._free_slots: list[int] = []
         self._peers: dict[bytes, Peer] = {}
-        self._regions: list[NDArray[np.uint8]] = []
+        self._regions: list[NDArray[np.uint8]] = []  # by key
+        self._keys_of: dict[bytes, dict[int, int]] = {}  # by peer: region's key -> its own
+        self._closed_keys: set[int] = set()
         self._open: dict[Transfer, _Write | None] = {}
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._on_lost: Callable[[bytes, str], None] | None = None
@@ -215,6 +237,32 @@ class MemoryEngine:
             self.monitored.add(epoch)
         return self._peers.setdefault(epoch, Peer(cast("Any", None), epoch))
 
+    @property
+    def fence_means(self) -> str:
+        """As Engine.fence_means."""
+        return "registrations" if self.fabric.prove_fences > 0 else "none"
+
+    def fence(self, peer: Peer, *, timeout_s: float = 1.0) -> Fence:
+        """As Engine.fence; whether it is proven is drawn from the seed, and then the peer's keys are good no more."""
+        with self.fabric._changed:
+            self._check_open()
+            self.remove_peer(peer)
+            proven = self.fabric.coin(self.fabric.prove_fences)
+            if proven:
+                self._closed_keys.update(self._keys_of.pop(peer.epoch, {}).values())
+            return Fence(proven, self.fence_means, "drawn from the seed")
+
+    def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        with self.fabric._changed:
+            self._check_open()
+            original = region.remote.rails[0][0][1]
+            keys = self._keys_of.setdefault(peer.epoch, {})
+            if original not in keys:
+                keys[original] = len(self._regions)
+                self._regions.append(self._regions[original])
+            rails = (((0, keys[original]),),)
+            return RemoteRegion(self.epoch, region.remote.group, region.nbytes, (region.nbytes,), rails)
+
     def remove_peer(self, peer: Peer) -> None:
         """As Engine.remove_peer."""
         self.monitored.discard(peer.epoch)
@@ -236,21 +284,43 @@ class MemoryEngine:
         """As Engine.write."""
         return self.submit(peer, [PagePiece(src, src_offset, 0, dst, dst_offset, 0, nbytes, [0], [0])], token=token)
 
-    def submit(self, peer: Peer, pieces: Iterable[PagePiece], *, token: CounterToken | None = None) -> Transfer:
+    def submit(
+        self,
+        peer: Peer,
+        pieces: Iterable[PagePiece],
+        *,
+        token: CounterToken | None = None,
+        watch: Watch | None = None,
+        step: int = 0,
+    ) -> Transfer:
         """As Engine.submit."""
         with self.fabric._changed:
-            copies = [copy for piece in pieces for copy in _expand(piece)]
+            copies: list[tuple[MemoryRegion, int, RemoteRegion, int, int]] = []
+            wants: list[int] = []
+            for piece in pieces:
+                copies += _expand(piece)
+                wants += [_word(step, piece.layer) if piece.layer else 0] * (len(copies) - len(wants))
             for src, src_at, dst, dst_at, nbytes in copies:
                 if src_at < 0 or src_at + nbytes > src.nbytes or dst_at < 0 or dst_at + nbytes > dst.nbytes:
                     raise ConfigError(f"bytes [{src_at}, +{nbytes}) to [{dst_at}, +{nbytes}) leave their regions")
             transfer = self._open_transfer(peer, sum(copy[4] for copy in copies))
             write = self._open[transfer] = _Write(transfer)
             write.waiting = set(range(len(copies)))
-            for index, copy in enumerate(copies):
-                self.fabric.add(partial(self._move, write, index, copy, token), write=True)
+            gate = cast("_MemoryWatch | None", watch)
+            for index, (copy, wanted) in enumerate(zip(copies, wants, strict=True)):
+                move = partial(self._move, write, index, copy, token)
+                if gate is not None and gate.word < wanted:
+                    write.parked.add(index)
+                    gate.waiting.append((wanted, partial(self._unpark, write, index, move)))
+                else:
+                    self.fabric.add(move, write=True)
             if not copies:
                 self.fabric.add(partial(self._retire, write))
             return transfer
+
+    def watch(self) -> Watch:
+        """As Engine.watch, for words that ``set`` alone writes."""
+        return cast("Watch", _MemoryWatch(self.fabric))
 
     def send(self, peer: Peer, payload: bytes) -> Transfer:
         """As Engine.send."""
@@ -357,6 +427,8 @@ class MemoryEngine:
             return
         if target is None or target.closed or target.dead:
             write.error = write.error or TransferError("the peer is gone", peer=dst.epoch.hex())
+        elif dst.rails[0][0][1] in target._closed_keys:
+            write.error = write.error or TransferError("the key is good no more", peer=dst.epoch.hex())
         elif self.fabric.fail_writes > 0:
             self.fabric.fail_writes -= 1
             write.error = write.error or TransferError("an injected error", peer=dst.epoch.hex())
@@ -369,8 +441,25 @@ class MemoryEngine:
             write.num_bytes += nbytes
         self._moved(write, index)
 
+    def _unpark(self, write: _Write, index: int, move: Event) -> None:
+        if index in write.parked:
+            write.parked.discard(index)
+            self.fabric.add(move, write=True)
+
+    def _drop_parked(self, write: _Write) -> None:
+        """What waits for a layer is not posted after a cancel or an error."""
+        if write.parked:
+            write.dropped += len(write.parked)
+            write.waiting -= write.parked
+            write.parked.clear()
+            if not write.waiting:
+                self.fabric.add(partial(self._retire, write))
+
     def _moved(self, write: _Write, index: int) -> None:
         write.waiting.discard(index)
+        if write.error is not None:
+            write.waiting -= write.parked
+            write.parked.clear()
         if not write.waiting:
             self.fabric.add(partial(self._retire, write))
 
@@ -381,7 +470,7 @@ class MemoryEngine:
         self._end(write.transfer, error)
 
     def _land(self, dst: RemoteRegion, at: int, data: NDArray[np.uint8], token: CounterToken | None) -> None:
-        if self.closed or self.dead:
+        if self.closed or self.dead or dst.rails[0][0][1] in self._closed_keys:
             return
         self._regions[dst.rails[0][0][1]][at : at + data.size] = data
         if token is None:
@@ -426,6 +515,8 @@ class MemoryEngine:
         write = self._open.get(transfer)
         if write is not None:
             write.cancelled = True
+            with self.fabric._changed:
+                self._drop_parked(write)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         with self.fabric._changed:
@@ -457,6 +548,10 @@ class _NumberedTransfer(Transfer):
     @property
     def id(self) -> int:
         return 0
+
+
+def _word(step: int, layers: int) -> int:
+    return step << 16 | layers
 
 
 def _expand(piece: PagePiece) -> list[tuple[MemoryRegion, int, RemoteRegion, int, int]]:

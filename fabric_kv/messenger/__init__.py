@@ -7,9 +7,10 @@
 
 from .decode import DecodeMessenger
 from .handle import RequestHandle, RequestResult
+from .poison import PoisonedPages
 from .prefill import PrefillMessenger
 from .prefill_peer import PrefillPeer
-from .requests import PoisonedPages, Request
+from .requests import Request
 from .scheduler import Chunk, PrefillRequest, Reject, RequestKey, Scheduler
 from .state import RequestState
 from .tail import TailPool

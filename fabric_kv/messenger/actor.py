@@ -51,8 +51,8 @@ class Timer:
 class Actor:
     """Runs commands one at a time on a thread of its own.
 
-    Threads: ``post``, ``call`` and ``stop`` from any; ``after`` from the actor's own. Commands must not block; what
-    they raise is logged and counted in ``num_errors``.
+    Threads: ``post``, ``call`` and ``stop`` from any; ``after`` and ``aside`` from the actor's own. Commands must not
+    block; what they raise is logged and counted in ``num_errors``.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,6 +62,7 @@ class Actor:
         self._num_cancelled = 0  # Timers in the heap that will do nothing.
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
+        self._asides: list[threading.Thread] = []
         self._stopping = False
         self._ended = False
         self._late_lock = threading.RLock()  # Guards commands that come after the thread's end, and the next flag.
@@ -127,10 +128,28 @@ class Actor:
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._sequence), timer))
         return timer
 
+    def aside(self, function: Callable[[], T], then: Callable[[T | BaseException], None]) -> None:
+        """Run what blocks, within a bound of its own, on another thread, then ``then`` with its outcome on this one."""
+
+        def run() -> None:
+            outcome: T | BaseException
+            try:
+                outcome = function()
+            except BaseException as error:  # noqa: BLE001  (it is handed over)
+                outcome = error
+            self.post(lambda: then(outcome))
+
+        thread = threading.Thread(target=run, name=f"{self._name}-aside", daemon=True)
+        self._asides = [other for other in self._asides if other.is_alive()]
+        self._asides.append(thread)
+        thread.start()
+
     def stop(self, timeout: float) -> None:
         """Run what is in the inbox, then end the thread; timers that are not due are dropped."""
         if self.is_current:
             raise ConfigError(f"thread {self._name} cannot wait for its own end")
+        for thread in self._asides:
+            thread.join(timeout)
         self.post(self._begin_stop)
         if self._thread is not None:
             self._thread.join(timeout)
@@ -214,6 +233,15 @@ class ManualActor(Actor):
     def call(self, function: Callable[[], T], timeout: float) -> T:
         """Run ``function`` here and now."""
         return function()
+
+    def aside(self, function: Callable[[], T], then: Callable[[T | BaseException], None]) -> None:
+        """Run ``function`` here and now, and ``then`` as a command."""
+        outcome: T | BaseException
+        try:
+            outcome = function()
+        except Exception as error:  # noqa: BLE001  (as in Actor)
+            outcome = error
+        self.post(lambda: then(outcome))
 
     def stop(self, timeout: float) -> None:
         """Run what is in the inbox; later commands run where they are posted."""

@@ -15,12 +15,14 @@ from ..config import Bounds
 from ..errors import ClosedError, ConfigError, PeerLostError, WouldBlockError
 from ..sharding import CacheSpec
 from .actor import Actor
+from .base import ANSWER_S
 from .decode_requests import DecodeRequests
 from .fetch import Fetch
 from .handle import RequestHandle
 from .peers import check_page_lists
+from .poison import PoisonedPages
 from .prefill_peer import PrefillPeer
-from .requests import Fetching, PoisonedPages, Request
+from .requests import Fetching, Request
 from .state import CancelAsked
 
 if TYPE_CHECKING:
@@ -106,8 +108,8 @@ class DecodeMessenger(DecodeRequests):
                 reason="peer_lost",
             )
         check_page_lists(peer.plan, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
+        self._check_not_poisoned(fetching)
         with self._lock:
-            self._check_not_poisoned(fetching)
             if self._num_requests >= MAX_OPEN_REQUESTS:
                 raise WouldBlockError(f"{MAX_OPEN_REQUESTS} requests are open", limit=MAX_OPEN_REQUESTS)
             self._num_requests += 1
@@ -131,19 +133,63 @@ class DecodeMessenger(DecodeRequests):
 
     @property
     def poisoned(self) -> list[PoisonedPages]:
-        """Pages of requests that ended with ``pages_clean`` False, until the engine is closed."""
-        with self._lock:
-            return list(self._poisoned)
+        """Pages of requests that ended with ``pages_clean`` False, until ``reclaim`` or the engine's end."""
+        return self._poison.items
+
+    def reclaim(self, timeout_s: float = 0.0) -> list[PoisonedPages]:
+        """Look again for proof that lost peers can write no more, and take the pages back where there is.
+
+        A process that had only stopped when it was lost may have exited since. What proof there is depends on the
+        provider, see "Fences" in docs/engine.md: over TCP there is none. Peers that are connected again are left alone.
+
+        Parameters
+        ----------
+        timeout_s : float
+            How long to wait for each peer, in seconds.
+
+        Returns
+        -------
+        list of PoisonedPages
+            What is clean now: these pages are the caller's again, and may be submitted.
+
+        Raises
+        ------
+        ClosedError
+            If the engine is closed: then all pages are clean.
+        """
+        clean: list[PoisonedPages] = []
+        for peer in self._poison.peers:
+            if not self._actor.call(partial(self._begin_reclaim, peer.epoch), ANSWER_S):
+                continue
+            try:
+                proven = self._engine.fence(peer, timeout_s=timeout_s).proven
+            finally:
+                self._actor.call(partial(self._end_reclaim, peer.epoch), ANSWER_S)
+            if not proven:
+                continue
+            for item, slot in self._poison.take(peer.epoch):
+                clean.append(item)
+                if slot is not None and self._tails is not None:
+                    self._tails.reclaim(slot)
+        return clean
+
+    def _begin_reclaim(self, epoch: bytes) -> bool:
+        """Whether the peer may be fenced; from then on nobody connects to it."""
+        if epoch in self._peers or epoch in self._fencing:
+            return False
+        self._fencing[epoch] = None
+        return True
+
+    def _end_reclaim(self, epoch: bytes) -> None:
+        self._fencing.pop(epoch, None)
 
     def _check_not_poisoned(self, fetching: Fetching) -> None:
-        for index, (pages, poisoned) in enumerate(zip(fetching.pages, self._poisoned_pages, strict=True)):
-            if poisoned:
-                hit = poisoned.intersection(pages.tolist())
-                if hit:
-                    raise ConfigError(
-                        f"group {self._spec.layout.groups[index].name}: page {min(hit)} may still be written for an"
-                        " earlier request; it is set aside until the engine is closed"
-                    )
+        for index, pages in enumerate(fetching.pages):
+            if (page := self._poison.find(index, pages)) is not None:
+                raise ConfigError(
+                    f"group {self._spec.layout.groups[index].name}: page {page} may still be written for an earlier"
+                    " request; it is set aside until reclaim() says otherwise or the engine is closed"
+                )
 
     def _take_counters(self, fetching: Fetching) -> None:
         """Counters and a tail slot: all that must exist before the peer is told."""

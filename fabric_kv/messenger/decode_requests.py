@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ..config import Bounds
 from ..errors import ClosedError, FabricKVError, PeerUnreachableError, ProtocolError, RequestFailedError
 from ..sharding import CacheSpec
+from ..transfers import Fence
 from . import wire
 from .actor import Actor
 from .fetch import Fetch, FetchEffect, FetchEvent, fetch_step
 from .handle import RequestResult
+from .poison import PoisonBook, PoisonedPages
 from .prefill_peer import DecodePeers, PrefillPeer
-from .requests import Fetching, PoisonedPages, error_of
+from .requests import Fetching, error_of
 from .state import (
     Accepted,
     CancelConfirmed,
@@ -59,27 +61,28 @@ class DecodeRequests(DecodePeers):
         actor: Actor | None,
     ) -> None:
         super().__init__(engine, spec, regions, tail, bounds, actor)
-        self._lock = threading.Lock()  # Guards the next three, which submit() looks at.
+        self._lock = threading.Lock()  # Guards the next one, which submit() looks at.
         self._num_requests = 0
-        self._poisoned: list[PoisonedPages] = []
-        self._poisoned_pages: list[set[int]] = [set() for _ in spec.layout.groups]
+        self._poison = PoisonBook(len(spec.layout.groups))
 
     def _give_back(self, fetching: Fetching, *, clean: bool) -> None:
         """Counters and tail slot of a request that has ended."""
+        # A fence speaks of memory: immediates may still come.
+        quiescent = clean and not fetching.fenced
         for counter in fetching.counters:
             try:
                 if counter is not None:
-                    counter.release(quiescent=clean)
+                    counter.release(quiescent=quiescent)
             except ClosedError:
                 pass  # The engine took its counters back when it was closed.
         if fetching.tail_slot is not None and self._tails is not None:
             self._tails.release(fetching.tail_slot, clean=clean)
         with self._lock:
             self._num_requests -= 1
-            if not clean:
-                self._poisoned.append(PoisonedPages(fetching.request_id, fetching.peer.epoch, tuple(fetching.pages)))
-                for pages, poisoned in zip(fetching.pages, self._poisoned_pages, strict=True):
-                    poisoned.update(pages.tolist())
+        if not clean:
+            peer, exceeded = fetching.peer, fetching.fetch.tainted
+            item = PoisonedPages(fetching.request_id, peer.epoch, tuple(fetching.pages), exceeded)
+            self._poison.add(item, peer._link.peer, fetching.tail_slot)
 
     # --- On the actor's thread ----------------------------------------------------------------------------------------
 
@@ -241,14 +244,33 @@ class DecodeRequests(DecodePeers):
         self._counts["peers_lost"] += 1
         self._give_up(peer, PeerUnreachableError(f"the prefill side was lost: {reason}", peer=epoch.hex()))
         self._drop(peer, reason)
+        if peer._open and self._engine.fence_means != "none":
+            # The requests end when it is known whether their pages are clean.
+            self._fencing[epoch] = peer
+            fence = partial(self._engine.fence, peer._link.peer, timeout_s=self._bounds.fence_s)
+            self._actor.aside(fence, partial(self._on_fenced, peer, reason))
+        else:
+            self._end_lost(peer, PeerLost(reason))
+
+    def _on_fenced(self, peer: PrefillPeer, reason: str, outcome: Fence | BaseException) -> None:
+        self._fencing.pop(peer.epoch, None)
+        fenced = isinstance(outcome, Fence) and outcome.proven
+        why = outcome.why if isinstance(outcome, Fence) else str(outcome)
+        for fetching in peer._open.values():
+            fetching.fenced = fenced
+        self._counts["fenced_peers"] += fenced
+        self._end_lost(peer, PeerLost(f"{reason}; {'fenced' if fenced else 'not fenced'}: {why}", fenced))
+
+    def _end_lost(self, peer: PrefillPeer, event: PeerLost) -> None:
         for fetching in list(peer._open.values()):
-            self._apply(fetching, PeerLost(reason))
+            self._apply(fetching, event)
         self._advance_close()
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
     def _open_requests(self) -> list[Fetching]:
-        return [fetching for peer in self._peers.values() for fetching in peer._open.values()]
+        peers = [*self._peers.values(), *(peer for peer in self._fencing.values() if peer is not None)]
+        return [fetching for peer in peers for fetching in peer._open.values()]
 
     def _num_open(self) -> int:
         return len(self._open_requests())
@@ -264,8 +286,7 @@ class DecodeRequests(DecodePeers):
             self._apply(fetching, CancelExpired())
 
     def _snapshot(self) -> dict[str, Any]:
-        with self._lock:
-            poisoned = sum(pages.size for item in self._poisoned for pages in item.pages)
+        poisoned = sum(pages.size for item in self._poison.items for pages in item.pages)
         return {
             "peers": {
                 epoch.hex(): {"alive": peer.alive, "session": peer._session, "requests": len(peer._open)}

@@ -144,8 +144,8 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
         case EngineClosed():
             fetch = msgspec.structs.replace(fetch, tainted=False)
             return _end(fetch, RequestState.CLOSED, "the engine was closed", clean=True)
-        case PeerLost(reason):
-            return _end(fetch, RequestState.PEER_LOST, reason, clean=bool(fetch.peer_quiescent))
+        case PeerLost(reason, fenced):
+            return _end(fetch, RequestState.PEER_LOST, reason, clean=fenced or bool(fetch.peer_quiescent))
         case PeerLeft(quiescent):
             if fetch.peer_quiescent is not None:
                 return fetch, _LATE

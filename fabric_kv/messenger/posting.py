@@ -1,6 +1,6 @@
 """Posting prepared writes from any thread without waiting, and keeping those that did not fit for later.
 
->>> poster.post(submissions)       # on the thread that ran the layer: what the engine has no room for is kept
+>>> poster.post(submissions)       # on the scheduler's thread: what the engine has no room for is kept
 >>> poster.retry()                 # on the actor's thread, when a transfer has ended
 
 One lock guards what the posting threads and the actor share: a request's machine, its open transfers, the backlog.
@@ -25,6 +25,7 @@ from .state import Posted
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..prepared import Watch
     from ..regions import CounterToken, RemoteRegion
     from ..transfers import PagePiece, Peer, Transfer
     from .tail import TailPool
@@ -42,14 +43,19 @@ class Outflow:
 
 
 class Submission:
-    """One call of ``engine.submit``: pieces for one decode rank."""
+    """One call of ``engine.submit``: pieces for one decode rank, which wait for their layers.
 
-    __slots__ = ("outflow", "pieces", "token")
+    ``watch`` and ``step`` are set when the step is opened.
+    """
+
+    __slots__ = ("outflow", "pieces", "step", "token", "watch")
 
     def __init__(self, outflow: Outflow, pieces: Sequence[PagePiece], token: CounterToken) -> None:
         self.outflow = outflow
         self.pieces = pieces
         self.token = token
+        self.watch: Watch | None = None
+        self.step = 0
 
 
 class TailSubmission:
@@ -149,9 +155,11 @@ class Poster:
             transfer.cancel()
 
     def _post_pages(self, item: Submission) -> bool:
-        return self._try_post(
-            item.outflow, lambda: self._engine.submit(item.outflow.peer, item.pieces, token=item.token), slot=None
-        )
+        def submit() -> Transfer:
+            peer = item.outflow.peer
+            return self._engine.submit(peer, item.pieces, token=item.token, watch=item.watch, step=item.step)
+
+        return self._try_post(item.outflow, submit, slot=None)
 
     def _post_tail(self, item: TailSubmission) -> bool:
         tails = self._tails

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from .state import AllPlanned, FailAsked, Planned
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..prepared import Watch
     from ..transfers import MemoryRegion
     from .tail import TailPool
 
@@ -71,52 +73,66 @@ class PrefillMessenger(PrefillRequests):
 
     # --- The scheduler's calls; any thread ----------------------------------------------------------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> int:
-        """Prepare the writes of one forward step, before it runs.
+    def begin_step(self, chunks: Sequence[Chunk], *, watch: Watch | None = None) -> int:
+        """Hand the writes of one forward step to the engine, before it runs; each waits there for its layer.
+
+        Nothing of this blocks: what the engine has no room for follows by itself.
 
         Parameters
         ----------
         chunks : sequence of Chunk
             What the step computes, for any number of requests. Chunks of requests that ended meanwhile are skipped:
             the scheduler was told, or is about to be.
+        watch : Watch, optional
+            A word of ``engine.watch(word)`` that says how far the step is, instead of ``layer_done``: whatever
+            computes, a GPU for example, writes ``step << 16`` when the step begins and adds 1 after each layer. Steps
+            that share a word must run in the order of their numbers.
 
         Returns
         -------
         int
-            The step's number, for ``layer_done``.
+            The step's number, for ``layer_done`` or the word.
 
         Raises
         ------
         ConfigError
             If a chunk names a request that never was, does not follow the one before, or holds a page that does not
-            exist. Nothing has been prepared then.
+            exist, or the watch is another engine's. Nothing has been prepared then.
         """
+        if watch is not None and watch._engine is not self._engine:
+            raise ConfigError("the watch was made by another engine")
         with self._poster.lock:
             active = self._active_chunks(chunks)
-        layers: dict[int, list[Submission]] = {}
-        planned: dict[Serving, int] = {}
+        submissions: list[Submission] = []
         for serving, chunk in active:
-            for layer, submission in serving.plan_chunk(chunk, self._regions):
-                layers.setdefault(layer, []).append(submission)
-                planned[serving] = planned.get(serving, 0) + 1
+            submissions += serving.plan_chunk(chunk, self._regions)
         with self._poster.lock:
             # Again, since another thread may have been here meanwhile.
             active = self._active_chunks(chunks)
             for serving, chunk in active:
                 serving.next_token = chunk.end
                 serving.last_chunk_seen = chunk.final
+            planned = collections.Counter(submission.outflow for submission in submissions)
             for serving in {serving for serving, _ in active}:
                 self._poster.apply(serving, Planned(planned.pop(serving, 0)))
-            step = self._steps.add(layers)
-            for serving in planned:
-                self._steps.forget(serving)  # It ended meanwhile.
+            # What is left in `planned` ended meanwhile.
+            submissions = [submission for submission in submissions if submission.outflow not in planned]
+            step = self._steps.new_number()
+            if submissions:
+                word = watch or self._engine.watch()
+                for submission in submissions:
+                    submission.watch, submission.step = word, step
+                if watch is None:
+                    self._steps.open(step, word, submissions)
+                if not self._poster.post(submissions):
+                    self._counts["backlogged"] += 1
             return step
 
     def layer_done(self, step: int, layer: int) -> None:
-        """Write a layer's pages: the model has finished them for all chunks of the step. Never blocks.
+        """Let a layer's pages go: the model has finished them for all chunks of the step. Never blocks.
 
-        The writes are posted on the caller's thread; what the engine has no room for follows by itself. A step or
-        layer that holds nothing (more) to write is ignored: warm-up, a repeated call, a request that ended.
+        The engine's own thread posts them. A layer goes when all before it that hold something to write are done, too.
+        A step or layer that holds nothing (more) to write is ignored: warm-up, a repeated call, a request that ended.
 
         Raises
         ------
@@ -126,11 +142,8 @@ class PrefillMessenger(PrefillRequests):
         if not 0 <= layer < self._spec.layout.num_layers:
             raise ConfigError(f"layer={layer} is out of range: it must lie in [0, {self._spec.layout.num_layers})")
         with self._poster.lock:
-            submissions = self._steps.take(step, layer)
-            if not submissions:
+            if not self._steps.layer_done(step, layer):
                 self._counts["idle_layers"] += 1
-            elif not self._poster.post(submissions):
-                self._counts["backlogged"] += 1
 
     def finish(self, key: RequestKey, tail: ArrayLike | None = None) -> None:
         """Write the tail and end the request once everything has been delivered. Never blocks.

@@ -22,7 +22,8 @@ from .peers import Link, check_setup
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..transfers import MemoryRegion
+    from ..regions import RemoteRegion
+    from ..transfers import MemoryRegion, Peer
     from .requests import Fetching
     from .tail import TailPool
 
@@ -88,6 +89,7 @@ class DecodePeers(Messenger):
         self._regions = [list(rank) for rank in regions]
         self._tails = tail
         self._peers: dict[bytes, PrefillPeer] = {}
+        self._fencing: dict[bytes, PrefillPeer | None] = {}  # lost; None: by reclaim()
         self._last_number = 0  # The highest generation so far.
 
     def connect(self, address: bytes, timeout: float | None = None) -> PrefillPeer:
@@ -142,6 +144,10 @@ class DecodePeers(Messenger):
             else:
                 self._wait_for_reply(known, address, bound, future)
             return
+        if epoch in self._fencing:
+            future.set_exception(_unreachable(address, "it was lost, and what it has posted is being fenced off"))
+            return
+        native: Peer | None = None
         try:
             native = self._engine.add_peer(address, monitor=True)
             session = max(self._last_number + 1, int(self._actor.now() * 1e9))
@@ -157,16 +163,22 @@ class DecodePeers(Messenger):
                 address=self._engine.address,
                 peer_epoch=epoch,
                 spec=self._spec.to_bytes(),
-                regions=[[region.remote.to_bytes() for region in rank] for rank in self._regions],
-                tail=None if self._tails is None else self._tails.geometry(),
+                regions=[[self._keys(region, native).to_bytes() for region in rank] for rank in self._regions],
+                tail=None if self._tails is None else self._tails.geometry(self._keys(self._tails.region, native)),
             )
         except FabricKVError as error:
+            if native is not None:
+                self._engine.remove_peer(native)
             future.set_exception(error)
             return
         self._last_number = session
         peer = self._peers[epoch] = PrefillPeer(self, link, session)
         self._wait_for_reply(peer, address, bound, future)
         link.send(hello)
+
+    def _keys(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        """What a peer is told of our memory: keys of its own where these can be taken back from it."""
+        return region.remote_for(peer) if self._engine.fence_means == "registrations" else region.remote
 
     def _wait_for_reply(
         self, peer: PrefillPeer, address: bytes, bound: float, future: concurrent.futures.Future[PrefillPeer]

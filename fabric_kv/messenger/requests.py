@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ..errors import (
     ClosedError,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from ..transfers import Counter
     from .prefill_peer import PrefillPeer
 
-__all__ = ["Fetching", "PoisonedPages", "Request", "error_of"]
+__all__ = ["Fetching", "Request", "error_of"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -67,23 +66,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     params: bytes = b""
 
 
-class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
-    """Pages that something may still write into; they can be used again when the engine is closed.
-
-    Attributes
-    ----------
-    request_id : str
-    peer : bytes
-        Epoch of the prefill engine.
-    pages : tuple of ndarray of int64
-        One list per cache group.
-    """
-
-    request_id: str
-    peer: bytes
-    pages: tuple[NDArray[np.int64], ...]
-
-
 class Fetching:
     """One open request. ``submit`` fills it in; afterwards it is state of the actor."""
 
@@ -102,6 +84,7 @@ class Fetching:
         self.expected_units = 0  # of all counters
         self.tail_slot: int | None = None
         self.fetch = Fetch(waiting=0)
+        self.fenced = False  # The peer was lost, and what it has posted can land no more.
         self.generation = -1
         self.timers: list[Timer] = []
         self.submitted_s = math.nan

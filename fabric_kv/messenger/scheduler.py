@@ -91,6 +91,8 @@ class Chunk(NamedTuple):
         ``end``. Borrowed until ``on_released`` or ``on_failed``.
     final : bool
         ``end`` is the end of the request.
+    computed : bool
+        The pages hold these tokens already, in all layers: a hit of the prefix cache. They are written at once.
     """
 
     key: RequestKey
@@ -98,6 +100,7 @@ class Chunk(NamedTuple):
     end: int
     src_pages: Sequence[NDArray[Any]]
     final: bool = False
+    computed: bool = False
 
 
 class Scheduler(Protocol):

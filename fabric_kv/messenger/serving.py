@@ -1,12 +1,12 @@
 """One accepted request on the prefill side, and the writes that its chunks turn into.
 
 >>> serving.check_chunk(chunk, begin=serving.next_token)
->>> for layer, submission in serving.plan_chunk(chunk, regions): ...
+>>> for submission in serving.plan_chunk(chunk, regions): ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,8 +99,8 @@ class Serving(Outflow):
         if len(chunk.src_pages) != len(groups):
             raise ConfigError(f"{self.key_text}: {len(chunk.src_pages)} page lists, the cache has {len(groups)} groups")
 
-    def plan_chunk(self, chunk: Chunk, regions: Sequence[Sequence[MemoryRegion]]) -> Iterator[tuple[int, Submission]]:
-        """The submissions of a chunk, each with its layer; one per layer and decode rank.
+    def plan_chunk(self, chunk: Chunk, regions: Sequence[Sequence[MemoryRegion]]) -> list[Submission]:
+        """The submissions of a chunk, one per decode rank and device group here, in the order of their layers.
 
         Raises
         ------
@@ -121,9 +121,9 @@ class Serving(Outflow):
             for group in range(len(src_pages))
         ]
         pairs = plan.pairs(request.source_set)
+        # By decode rank, and by the device group that sends: a submission has one of each.
+        pieces: dict[tuple[int, int], list[PagePiece]] = {}
         for layer in range(plan.src.layout.num_layers):
-            # By decode rank, and by the device group that sends: a submission has one of each.
-            pieces: dict[tuple[int, int], list[PagePiece]] = {}
             for group in plan.groups_of_layer(layer):
                 if not maps[group]:
                     continue
@@ -153,12 +153,15 @@ class Serving(Outflow):
                             rows=w.rows,
                             src_row_stride=w.src_row_stride,
                             dst_row_stride=w.dst_row_stride,
+                            layer=0 if chunk.computed else layer + 1,
                         )
                         pieces.setdefault((dst_rank, src.remote.group), []).append(piece)
-            for (dst_rank, _), found in pieces.items():
-                token = self.tokens[dst_rank]
-                assert token is not None  # read_request checked that every rank that receives has one
-                yield layer, Submission(self, found, token)
+        submissions = []
+        for (dst_rank, _), found in pieces.items():
+            token = self.tokens[dst_rank]
+            assert token is not None  # read_request checked that every rank that receives has one
+            submissions.append(Submission(self, found, token))
+        return submissions
 
 
 _ERROR_TYPES: dict[ServeState, Callable[..., FabricKVError]] = {

@@ -103,9 +103,13 @@ class DeadlinePassed(_Event, frozen=True):
 
 
 class PeerLost(_Event, frozen=True):
-    """The other process was silent for too long, or a control message to it failed."""
+    """The other process was silent for too long, or a control message to it failed.
+
+    ``fenced``: it is proven that nothing which it has posted can land any more.
+    """
 
     reason: str = "peer lost"
+    fenced: bool = False
 
 
 class Closing(_Event, frozen=True):

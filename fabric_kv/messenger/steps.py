@@ -1,55 +1,79 @@
-"""Prepared writes of forward steps, until their layers are done.
+"""Forward steps under way: which layers of each are done, as a word that the engine's writes wait for.
 
->>> step = steps.add({0: [submission], 1: [submission]})
->>> steps.take(step, layer=0)          # once; later it is empty
+>>> steps.open(step, watch, submissions)       # each of their pieces waits for its layer
+>>> steps.layer_done(step, layer=0)            # the engine posts layer 0, with no Python in between
+
+Each step has a word of its own: several may be under way, and layers of one may finish in any order. The word counts
+layers from the first on, so that a layer is written once it and all before it that hold something to write are done.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from .posting import Outflow, Submission
+
+if TYPE_CHECKING:
+    from ..prepared import Watch
 
 __all__ = ["Steps"]
 
 
+class _Open:
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.layers: dict[Outflow, set[int]] = {}  # with something to write
+        self.left: set[int] = set()  # of all, not done yet
+
+
 class Steps:
-    """Submissions by step and layer. The caller holds the poster's lock."""
+    """Steps by number. The caller holds the poster's lock."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, dict[int, list[Submission]]] = {}
+        self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
 
     @property
     def num_open(self) -> int:
         """Steps that have layers with something to write."""
-        return len(self._layers)
+        return len(self._open)
 
-    def add(self, layers: dict[int, list[Submission]]) -> int:
-        """Keep a step; its number."""
-        step = next(self._numbers)
-        if layers:
-            self._layers[step] = layers
-        return step
+    def new_number(self) -> int:
+        """The next step's number."""
+        return next(self._numbers)
 
-    def take(self, step: int, layer: int) -> list[Submission]:
-        """Take a layer's submissions out; empty if there are none (left)."""
-        layers = self._layers.get(step)
-        if layers is None:
-            return []
-        submissions = layers.pop(layer, [])
-        if not layers:
-            del self._layers[step]
-        return submissions
+    def open(self, step: int, watch: Watch, submissions: Iterable[Submission]) -> None:
+        """From now on ``layer_done`` moves the watch that these submissions wait for."""
+        open_ = _Open(watch)
+        for submission in submissions:
+            layers = open_.layers.setdefault(submission.outflow, set())
+            layers.update(piece.layer - 1 for piece in submission.pieces if piece.layer)
+        open_.left = set().union(*open_.layers.values())
+        if open_.left:
+            self._open[step] = open_
+
+    def layer_done(self, step: int, layer: int) -> bool:
+        """Let what waits for a layer go; False if nothing does."""
+        open_ = self._open.get(step)
+        if open_ is None or layer not in open_.left:
+            return False
+        open_.left.discard(layer)
+        self._advance(step, open_)
+        return True
 
     def forget(self, outflow: Outflow) -> None:
-        """Drop the submissions of a request that ended."""
-        for step, layers in list(self._layers.items()):
-            for layer, submissions in list(layers.items()):
-                left = [submission for submission in submissions if submission.outflow is not outflow]
-                if left:
-                    layers[layer] = left
-                else:
-                    del layers[layer]
-            if not layers:
-                del self._layers[step]
+        """Drop a request that ended: nobody need report the layers that it alone had."""
+        for step, open_ in list(self._open.items()):
+            if open_.layers.pop(outflow, None) is not None:
+                open_.left &= set().union(*open_.layers.values())
+                self._advance(step, open_)
+
+    def _advance(self, step: int, open_: _Open) -> None:
+        if open_.left:
+            open_.watch.set(step, min(open_.left))
+        else:
+            # All that is left of the step may go.
+            open_.watch.set(step + 1, 0)
+            del self._open[step]

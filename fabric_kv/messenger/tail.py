@@ -25,6 +25,7 @@ from .wire import TailGeometry
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..regions import RemoteRegion
 
 __all__ = ["TailPool"]
 
@@ -52,7 +53,7 @@ class TailPool:
 
     Notes
     -----
-    Threads: any. A decode slot whose request ended with ``pages_clean`` False is never used again.
+    Threads: any. A decode slot whose request ended with ``pages_clean`` False is set aside like its pages.
     """
 
     def __init__(
@@ -86,14 +87,12 @@ class TailPool:
 
     @property
     def num_poisoned(self) -> int:
-        """Slots that are set aside for good."""
+        """Slots that are set aside."""
         return self._num_poisoned
 
-    def geometry(self) -> TailGeometry:
-        """What a prefill engine must know to write here; the dtype with its byte order."""
-        return TailGeometry(
-            self.region.remote.to_bytes(), self.num_slots, self.slot_bytes, self.dtype.str, list(self.shape)
-        )
+    def geometry(self, remote: RemoteRegion) -> TailGeometry:
+        """What a prefill engine must know to write here, into ``region`` by the keys of ``remote``."""
+        return TailGeometry(remote.to_bytes(), self.num_slots, self.slot_bytes, self.dtype.str, list(self.shape))
 
     def acquire(self) -> int:
         """A free slot, its header cleared before anyone is told of it."""
@@ -105,12 +104,18 @@ class TailPool:
         return slot
 
     def release(self, slot: int, *, clean: bool = True) -> None:
-        """Give a slot back; ``clean=False``: something may still land in it, so it is set aside for good."""
+        """Give a slot back; ``clean=False``: something may still land in it, so it is set aside."""
         with self._lock:
             if clean:
                 self._free.append(slot)
             else:
                 self._num_poisoned += 1
+
+    def reclaim(self, slot: int) -> None:
+        """Use a slot again that was set aside: nothing can land in it any more."""
+        with self._lock:
+            self._num_poisoned -= 1
+            self._free.append(slot)
 
     def to_payload(self, tail: ArrayLike) -> NDArray[np.uint8]:
         """A copy of the tail's bytes, after a check of dtype and shape."""

@@ -33,7 +33,7 @@ from ..sharding.cache import Packing
 from ..sharding.layout import DTYPE_BYTES
 from .tables import print_table
 
-__all__ = ["main"]
+__all__ = ["main", "read_config"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(name: str) -> Any:
+def read_config(name: str) -> Any:
+    """A preset's or a file's ``config.json``; ConfigError if it is neither."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -99,7 +100,7 @@ def _config(name: str) -> Any:
 def _plan(args: argparse.Namespace) -> TransferPlan:
     if args.nics < 1 or not args.nic_gbps > 0:
         raise ConfigError(f"--nics {args.nics} and --nic-gbps {args.nic_gbps} must be positive")
-    config = _config(args.model)
+    config = read_config(args.model)
     specs = []
     for side in ("prefill", "decode"):
         page_tokens = getattr(args, f"{side}_page_size") or args.page_size

@@ -18,6 +18,7 @@ enum class ErrorKind : std::uint8_t {
     kWouldBlock,    // a bounded queue is full
     kClosed,        // the owner closed the object
     kProtocol,      // bytes from a peer make no sense
+    kStuck,         // a thread has not come back from a NIC
     kInternal,      // our own invariant failed
 };
 

@@ -68,11 +68,12 @@ py::tuple to_tuple(const RemoteRegion& remote) {
 void raise_as_python(const Error& error) {
     static constexpr const char* kNames[] = {"ConfigError",          "FabricError",     "RegistrationError",
                                              "PeerUnreachableError", "WouldBlockError", "ClosedError",
-                                             "ProtocolError",        "InternalError"};
+                                             "ProtocolError",        "StuckError",      "InternalError"};
     const auto kind = error.kind();
     auto type = py::module_::import("fabric_kv.errors").attr(kNames[static_cast<int>(kind)]);
     py::dict fields;
-    if (kind == ErrorKind::kFabric || kind == ErrorKind::kRegistration || kind == ErrorKind::kUnreachable) {
+    if (kind == ErrorKind::kFabric || kind == ErrorKind::kRegistration || kind == ErrorKind::kUnreachable ||
+        kind == ErrorKind::kStuck) {
         const auto& op = error.op();
         if (!op.op.empty()) fields["op"] = op.op;
         if (op.fi_errno) fields["fi_errno"] = op.fi_errno;

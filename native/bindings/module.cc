@@ -11,6 +11,8 @@ using namespace fkv;
 namespace {
 
 // An engine and the NICs that it had to do without.
+constexpr const char* kFenceMeans[] = {"none", "registrations", "exit"};  // as Fence::Means
+
 struct OpenedEngine {
     EnginePtr engine;
     std::vector<std::string> left_out;
@@ -83,10 +85,10 @@ PYBIND11_MODULE(_native, m) {
         .def("__len__", &PageList::size);
     // The word is the caller's, who keeps it alive.
     py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
-        .def(py::init([](std::uintptr_t address) {
+        .def(py::init([](std::uintptr_t address, bool is_polled) {
             if (address == 0 || address % alignof(std::uint64_t) != 0)
                 throw Error(ErrorKind::kConfig, "a watch's word must be aligned to 8 bytes");
-            return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address));
+            return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address), is_polled);
         }))
         .def_property_readonly("word", &Watch::word);
     py::class_<Engine::Prepared, std::shared_ptr<Engine::Prepared>>(m, "Prepared")
@@ -103,7 +105,7 @@ PYBIND11_MODULE(_native, m) {
            const std::vector<std::pair<std::vector<std::string>, std::vector<int>>>& groups, bool spin,
            bool nic_threads, bool strict, std::size_t max_transfers, std::size_t max_inbox_bytes,
            std::uint32_t num_counters, double heartbeat_interval_s, std::uint32_t heartbeat_misses, double connect_s,
-           double stall_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations,
+           double stall_s, double close_s, std::uint64_t max_registration_bytes, std::size_t max_peer_registrations,
            bool device_memory) {
             GroupOptions options;
             options.spin = spin;
@@ -114,6 +116,7 @@ PYBIND11_MODULE(_native, m) {
             options.heartbeat = {static_cast<std::int64_t>(heartbeat_interval_s * kSecond), heartbeat_misses,
                                  static_cast<std::int64_t>(connect_s * kSecond)};
             options.stall_ns = static_cast<std::int64_t>(stall_s * kSecond);
+            options.end_ns = static_cast<std::int64_t>(close_s * kSecond);
             options.max_registration_bytes = max_registration_bytes;
             std::vector<GroupConfig> configs;
             for (const auto& [nics, cpus] : groups) configs.push_back({nics, cpus});
@@ -127,7 +130,8 @@ PYBIND11_MODULE(_native, m) {
         py::kw_only(), py::arg("provider"), py::arg("groups"), py::arg("spin"), py::arg("nic_threads"),
         py::arg("strict"), py::arg("max_transfers"), py::arg("max_inbox_bytes"), py::arg("num_counters"),
         py::arg("heartbeat_interval_s"), py::arg("heartbeat_misses"), py::arg("connect_s"), py::arg("stall_s"),
-        py::arg("max_registration_bytes"), py::arg("max_peer_registrations"), py::arg("device_memory"));
+        py::arg("close_s"), py::arg("max_registration_bytes"), py::arg("max_peer_registrations"),
+        py::arg("device_memory"));
 
     py::class_<Engine, EnginePtr>(m, "Engine")
         .def("address",
@@ -190,9 +194,9 @@ PYBIND11_MODULE(_native, m) {
                      py::gil_scoped_release release;
                      fence = e.fence(peer, static_cast<std::int64_t>(timeout_s * kSecond));
                  }
-                 static constexpr const char* kMeans[] = {"none", "registrations", "exit"};
-                 return py::make_tuple(fence.proven, kMeans[fence.means], fence.why);
+                 return py::make_tuple(fence.proven, kFenceMeans[fence.means], fence.why);
              })
+        .def("fence_means", [](Engine& e) { return kFenceMeans[e.fence_means()]; })
         .def("submit_pages",
              [](Engine& e, bool read, const std::vector<py::tuple>& submissions, double deadline_s) {
                  std::vector<Engine::Submission> native;
@@ -259,6 +263,7 @@ PYBIND11_MODULE(_native, m) {
                      // Negative and NaN: no wait. Also keeps the cast below defined.
                      timeout_s = timeout_s > 0 ? std::min(timeout_s, 1e6) : 0;
                      events = e.events().take(static_cast<int>(timeout_s * 1000));
+                     e.check_stuck();
                  }
                  py::list out;
                  for (const auto& event : events) out.append(to_tuple(event));

@@ -27,6 +27,14 @@ Epoch random_epoch() {
     return epoch;
 }
 
+// Keeps a region for ever whose NICs could not be closed.
+void leave_behind(std::shared_ptr<Region> region) {
+    static std::mutex mutex;
+    static auto& left = *new std::set<std::shared_ptr<Region>>;
+    std::lock_guard lock(mutex);
+    left.insert(std::move(region));
+}
+
 }  // namespace
 
 Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::vector<GroupOptions>& options,
@@ -44,7 +52,14 @@ Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::v
     }
 }
 
-Engine::~Engine() { close(0); }
+Engine::~Engine() {
+    try {
+        close(0);
+    } catch (const Error&) {
+        for (auto& group : groups_)
+            if (!group->close()) Group::leave_behind(std::move(group));
+    }
+}
 
 void Engine::check_open() const {
     if (in_child())
@@ -435,7 +450,13 @@ void Engine::arm_counter(std::uint32_t index, const CounterToken& token, std::ui
     event.group = index;
     event.slot = token.slot;
     event.generation = token.generation;
-    events_.post(std::move(event));
+    events_->post(std::move(event));
+}
+
+void Engine::check_stuck() {
+    if (in_child()) return;
+    const auto now = now_ns();
+    for (auto& group : groups_) group->check_stuck(now);
 }
 
 void Engine::close(std::int64_t drain_ns) {
@@ -446,17 +467,38 @@ void Engine::close(std::int64_t drain_ns) {
     }
     // All groups drain at the same time.
     for (auto& group : groups_) group->begin_close(drain_ns);
-    for (auto& group : groups_) group->close();
-    // Every endpoint is closed: registrations go now, before the NICs' domains; the memory itself is the caller's
-    // again.
-    std::lock_guard lock(mutex_);
-    for (auto& weak : regions_)
-        if (auto region = weak.lock()) {
-            region->rails.clear();
-            region->shares.clear();
-        }
-    regions_.clear();
-    peers_.clear();
+    std::vector<bool> is_closed;
+    OpError stuck;
+    for (auto& group : groups_) {
+        is_closed.push_back(group->close());
+        if (is_closed.back()) continue;
+        if (auto where = group->stuck(now_ns(), 0)) stuck = std::move(where->where);
+    }
+    {
+        // Registrations go now that the endpoints are closed, and before the NICs' domains; the memory itself is the
+        // caller's again.
+        std::lock_guard lock(mutex_);
+        std::erase_if(regions_, [&](const auto& weak) {
+            auto region = weak.lock();
+            if (region && !is_closed[region->group]) {
+                region->begin_use();  // which has no end: it cannot be deregistered
+                leave_behind(std::move(region));
+                return false;
+            }
+            if (region) {
+                region->rails.clear();
+                region->shares.clear();
+            }
+            return true;
+        });
+        peers_.clear();
+    }
+    if (std::all_of(is_closed.begin(), is_closed.end(), [](bool is) { return is; })) return;
+    const auto text = "the engine could not be closed: " +
+                      (stuck.text.empty() ? std::string("a thread has not returned from its NIC")
+                                          : stuck.provider + " NIC " + stuck.nic + ": " + stuck.text) +
+                      ". Its memory stays registered, and peers may write into it, until the process ends";
+    throw Error(ErrorKind::kStuck, text, std::move(stuck));
 }
 
 }  // namespace fkv

@@ -2,9 +2,9 @@
 //
 // Owns:     the groups with their NICs and threads. Regions keep their registrations until close().
 // Threads:  every call from any thread.
-// Blocking: close(), bounded by its drain time; events().take() and fence() for their timeouts.
+// Blocking: close(), for its drain time and its groups' end_ns at most; events().take() and fence() for their timeouts.
 // Failure:  calls throw Error before anything is posted; submit() throws kWouldBlock when the group is full; whatever
-//           was accepted ends in exactly one event.
+//           was accepted ends in exactly one event, unless a provider never returns from a call (close() says so).
 #pragma once
 
 #include <functional>
@@ -51,7 +51,10 @@ class Engine {
     const EngineAddress& address() const { return address_; }
     std::size_t num_groups() const { return groups_.size(); }
     Group& group(std::uint32_t index);
-    EventQueue& events() { return events_; }
+    EventQueue& events() { return *events_; }
+    // Posts an event for each thread that a NIC has held for longer than its group's stall_ns. To be called now and
+    // then, by a thread that is none of the engine's own: they cannot tell.
+    void check_stuck();
 
     // A range that a NIC finds too large is registered in several parts. Throws Error(kRegistration) when a NIC refuses
     // it in any size; nothing is left behind then.
@@ -81,6 +84,8 @@ class Engine {
     // Removes a peer and closes its registrations, then looks for proof that nothing it has posted can land any more,
     // for at most `timeout_ns`. Again is fine: what could not be proven may be provable later.
     Fence fence(const std::shared_ptr<Peer>& peer, std::int64_t timeout_ns);
+    // What fence() looks at with these NICs.
+    Fence::Means fence_means() const;
 
     struct Submission {
         std::shared_ptr<Peer> peer;
@@ -127,7 +132,9 @@ class Engine {
     CounterToken allocate_counter(std::uint32_t group, std::uint64_t unit_bytes);
     void arm_counter(std::uint32_t group, const CounterToken& token, std::uint64_t expected_units);
 
-    // Every caller returns only once no NIC touches caller memory any more.
+    // Every caller returns only once no NIC touches caller memory any more. Throws Error(kStuck) where that cannot be
+    // had, since a NIC has not returned from a call: then memory of that group's regions must stay what it is. Every
+    // later call looks again.
     void close(std::int64_t drain_ns);
 
   private:
@@ -149,7 +156,7 @@ class Engine {
     void check_piece(const Peer& peer, const PagePiece& piece, std::uint32_t group, const CounterToken& token);
 
     EngineAddress address_;
-    EventQueue events_;
+    const std::shared_ptr<EventQueue> events_ = std::make_shared<EventQueue>();
     std::vector<std::unique_ptr<Group>> groups_;
     std::atomic<std::uint64_t> next_id_{1};
 

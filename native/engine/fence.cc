@@ -135,20 +135,26 @@ Fence Engine::fence_by_exit(const Peer& peer, std::int64_t deadline_ns) {
     return answer(false, who + " has exited, but the NICs' queues were not drained in time");
 }
 
+Fence::Means Engine::fence_means() const {
+    const auto all_nics = [&](bool NicInfo::* fact) {
+        for (const auto& group : groups_)
+            for (const auto& rail : group->rails())
+                if (!(rail->info().*fact)) return false;
+        return true;
+    };
+    if (all_nics(&NicInfo::nic_checks_keys)) return Fence::kRegistrations;
+    return all_nics(&NicInfo::shared_memory) ? Fence::kExit : Fence::kNone;
+}
+
 Fence Engine::fence(const std::shared_ptr<Peer>& peer, std::int64_t timeout_ns) {
     check_open();
     if (peer->owner != address_.epoch) throw Error(ErrorKind::kConfig, "the peer was added to another engine");
     const auto deadline_ns = now_ns() + timeout_ns;
     remove_peer(peer);
     close_shares(peer);
-    const auto all_nics = [&](bool NicInfo::* fact) {
-        for (auto& group : groups_)
-            for (auto& rail : group->rails())
-                if (!(rail->info().*fact)) return false;
-        return true;
-    };
-    if (all_nics(&NicInfo::nic_checks_keys)) return fence_by_registrations(*peer, deadline_ns);
-    if (all_nics(&NicInfo::shared_memory)) return fence_by_exit(*peer, deadline_ns);
+    const auto means = fence_means();
+    if (means == Fence::kRegistrations) return fence_by_registrations(*peer, deadline_ns);
+    if (means == Fence::kExit) return fence_by_exit(*peer, deadline_ns);
     return {false, Fence::kNone,
             groups_[0]->rails()[0]->info().provider +
                 " checks keys in software, if at all, when a payload begins: the rest of it may still come, even from "

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 
 #include "engine/thread.h"
 
@@ -42,14 +43,14 @@ std::vector<Nic*> nics_of(const std::vector<std::unique_ptr<Rail>>& rails) {
 }  // namespace
 
 Group::Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_ptr<Nic>> nics,
-             const GroupOptions& options, EventQueue& events)
+             const GroupOptions& options, std::shared_ptr<EventQueue> events)
     : index_(index),
       options_(options),
-      events_(events),
+      events_(std::move(events)),
       rails_(make_rails(index, give_threads(std::move(nics), options, pollers_))),
       heartbeat_(options.heartbeat),
-      sender_(index, epoch, rails_, options.max_transfers, events),
-      receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, events),
+      sender_(index, epoch, rails_, options.max_transfers, *events_),
+      receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, *events_),
       rest_(options.spin, nics_of(rails_)),
       submissions_(options.max_transfers),
       calls_(options.max_transfers) {
@@ -88,22 +89,50 @@ std::uint64_t Group::max_registration_bytes() const {
 
 void Group::run() {
     try {
-        while (!stopping_.load(std::memory_order_relaxed)) {
-            const auto now = now_ns();
-            const bool worked = round(now);
-            const bool watches = sender_.anything_parked();
-            const bool waits = !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || watches;
-            rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), watches,
-                        waits ? next_housekeeping_ns_ : 0},
-                       now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
-        }
-        drain();
+        progress();
     } catch (const std::exception& error) {
         // Nothing on this thread is expected to throw. If it does, no completion will be seen any more: close() ends
         // all.
         stopping_.store(true);
+        round_began_ns_.store(0);
         fault(Event::kFault, {0, 0, "progress", "", "", std::string("the progress thread ended: ") + error.what()});
+        std::unique_lock lock(end_mutex_);
+        end_.wait(lock, [this] { return close_wanted_; });
     }
+    // Here, and not in close(): a NIC may hold whoever closes it for ever.
+    close_endpoints();
+    // The lock is held until the caller of close() may go on and destroy it.
+    std::lock_guard lock(end_mutex_);
+    at_end_ = true;
+    end_.notify_all();
+}
+
+void Group::progress() {
+    while (!stopping_.load(std::memory_order_relaxed)) {
+        const auto now = now_ns();
+        round_began_ns_.store(now, std::memory_order_relaxed);
+        const bool worked = round(now);
+        const bool waits =
+            !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || sender_.anything_parked();
+        round_began_ns_.store(0, std::memory_order_relaxed);
+        rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), sender_.anything_to_watch(),
+                    waits ? next_housekeeping_ns_ : 0},
+                   now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
+    }
+    drain();
+}
+
+void Group::close_endpoints() {
+    for (auto& rail : rails_) {
+        round_began_ns_.store(now_ns());
+        try {
+            rail->close_endpoint();
+        } catch (const std::exception& error) {
+            const auto& info = rail->info();
+            fault(Event::kFault, {0, 0, "close", info.provider, info.domain, error.what()});
+        }
+    }
+    round_began_ns_.store(0);
 }
 
 bool Group::round(std::int64_t now) {
@@ -189,7 +218,7 @@ void Group::housekeeping(std::int64_t now) {
             event.kind = Event::kPeerLost;
             event.peer = peer.epoch;
             event.error.text = "nothing was heard for " + std::to_string(silent_ns / kMillisecond) + " ms";
-            events_.post(std::move(event));
+            events_->post(std::move(event));
         });
 }
 
@@ -213,7 +242,7 @@ void Group::fault(Event::Kind kind, OpError error, std::uint64_t silent_ns, std:
     event.error = std::move(error);
     event.id = silent_ns;
     event.bytes = outstanding_bytes;
-    events_.post(std::move(event));
+    events_->post(std::move(event));
 }
 
 // -- the end ---------------------------------------------------------------------------------------------------------
@@ -230,23 +259,59 @@ void Group::drain() {
 }
 
 void Group::begin_close(std::int64_t drain_ns) {
-    if (stopping_.load()) return;
+    std::lock_guard lock(end_mutex_);
+    if (close_wanted_) return;
+    close_wanted_ = true;
     drain_until_ns_.store(now_ns() + drain_ns);
     stopping_.store(true);
+    end_.notify_all();
     rest_.ring();
 }
 
-void Group::close() {
+bool Group::close() {
     std::lock_guard lock(close_mutex_);
-    if (closed_) return;
-    closed_ = true;
+    if (closed_) return true;
+    {
+        const auto bound_ns = std::max<std::int64_t>(drain_until_ns_.load() + options_.end_ns - now_ns(), 0);
+        std::unique_lock end(end_mutex_);
+        if (!end_.wait_for(end, std::chrono::nanoseconds(bound_ns), [this] { return at_end_; })) return false;
+    }
     thread_.join();
-    for (auto& rail : rails_) rail->close_endpoint();
+    closed_ = true;
     // What slipped in beside stopping_ ends like all the others.
     submissions_.close();
     calls_.close();
     take_submissions();
     sender_.end_all();
+    return true;
+}
+
+void Group::leave_behind(std::unique_ptr<Group> group) {
+    static std::mutex mutex;
+    static auto& left = *new std::vector<std::unique_ptr<Group>>;  // not destroyed at exit either
+    std::lock_guard lock(mutex);
+    group->thread_.detach();
+    left.push_back(std::move(group));
+}
+
+std::optional<Group::Stuck> Group::stuck(std::int64_t now, std::int64_t at_least_ns) const {
+    const auto report = [&](std::int64_t since, const char* whose, const NicInfo& info) -> std::optional<Stuck> {
+        if (since == 0 || now - since < at_least_ns) return std::nullopt;
+        return Stuck{now - since,
+                     {0, 0, "progress", info.provider, info.domain,
+                      std::string(whose) + " has not returned from the provider for " +
+                          std::to_string((now - since) / kMillisecond) + " ms"}};
+    };
+    for (std::size_t k = 0; k < pollers_.size(); ++k)
+        if (auto found = report(pollers_[k]->busy_since_ns(), "the NIC's thread", rails_[k]->info())) return found;
+    return report(round_began_ns_.load(), "the progress thread", rails_[0]->info());
+}
+
+void Group::check_stuck(std::int64_t now) {
+    auto found = stuck(now, options_.stall_ns);
+    const auto since = found ? now - found->for_ns : 0;
+    if (reported_ns_.exchange(since) == since || !found) return;
+    fault(Event::kStalled, std::move(found->where), static_cast<std::uint64_t>(found->for_ns));
 }
 
 }  // namespace fkv

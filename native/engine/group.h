@@ -2,14 +2,19 @@
 //
 // Owns:     rails, counters, its threads and every transfer from submit() to its event.
 // Threads:  submit(), run_soon(), counters() and figures from any thread; the rest on the progress thread.
-// Blocking: close() only, for at most its drain time; afterwards no NIC touches caller memory.
-// Failure:  submit() answers false when max_transfers are in flight; everything else ends in an event.
+// Blocking: close() only, for its drain time and end_ns at most; afterwards no NIC touches caller memory, unless it
+//           answers false.
+// Failure:  submit() answers false when max_transfers are in flight; everything else ends in an event. A provider that
+//           does not return from a call holds the thread for ever: stuck() tells, and what is in flight then has no
+//           end.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -35,14 +40,15 @@ struct GroupOptions {
     std::uint64_t max_registration_bytes = ~std::uint64_t{0};  // larger regions consist of several registrations
     std::uint32_t num_counters = 65536;
     std::int64_t stall_ns = 5 * kSecond;  // a rail with work in flight that completes nothing for so long is reported
+    std::int64_t end_ns = 10 * kSecond;   // close() waits so long, after the drain time, for the NICs to be closed
     HeartbeatOptions heartbeat;
 };
 
 class Group {
   public:
     Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_ptr<Nic>> nics, const GroupOptions& options,
-          EventQueue& events);
-    ~Group();
+          std::shared_ptr<EventQueue> events);
+    ~Group();  // must not be called while close() answers false: see leave_behind()
 
     // Takes all or none.
     bool submit(std::vector<std::shared_ptr<Transfer>> transfers);
@@ -56,8 +62,19 @@ class Group {
     // Stops intake, cancels what is queued and lets posted operations end, for at most drain_ns from now. Does not
     // wait.
     void begin_close(std::int64_t drain_ns);
-    // Waits for that, then closes the endpoints. Every caller returns only once that is done.
-    void close();
+    // Waits for that, and for the endpoints to be closed. Every caller returns only once that is done; false: a thread
+    // has not come back from a NIC. Then a later call looks whether it has come back since.
+    bool close();
+    // The end of a group whose close() answers false: its thread may come back at any time, so that everything stays.
+    static void leave_behind(std::unique_ptr<Group> group);
+    // How long the progress thread, or that of a NIC, has been in one call of the provider; set from `at_least_ns` on.
+    struct Stuck {
+        std::int64_t for_ns;
+        OpError where;
+    };
+    std::optional<Stuck> stuck(std::int64_t now, std::int64_t at_least_ns) const;
+    // Posts an event where a thread has been stuck for stall_ns; once for each time.
+    void check_stuck(std::int64_t now);
 
     const GroupOptions& options() const { return options_; }
     std::vector<std::unique_ptr<Rail>>& rails() { return rails_; }
@@ -72,6 +89,8 @@ class Group {
 
   private:
     void run();
+    void progress();
+    void close_endpoints();
     bool round(std::int64_t now);
     bool take_submissions();
     bool poll_rail(Rail& rail, std::int64_t now);
@@ -83,7 +102,7 @@ class Group {
 
     const std::uint32_t index_;
     const GroupOptions options_;
-    EventQueue& events_;
+    const std::shared_ptr<EventQueue> events_;
     std::vector<PolledNic*> pollers_;  // [rail], or none; the rails own them
     std::vector<std::unique_ptr<Rail>> rails_;
     Heartbeat heartbeat_;
@@ -96,6 +115,8 @@ class Group {
     BoundedQueue<std::function<void()>> calls_;
     std::atomic<bool> stopping_{false};
     std::atomic<std::int64_t> drain_until_ns_{0};
+    std::atomic<std::int64_t> round_began_ns_{0};  // 0: the thread rests
+    std::atomic<std::int64_t> reported_ns_{0};     // the beginning of what check_stuck() has reported
 
     // Progress thread only.
     std::vector<std::shared_ptr<Transfer>> incoming_;
@@ -104,7 +125,10 @@ class Group {
 
     std::mutex close_mutex_;
     bool closed_ = false;  // guarded by close_mutex_
-    std::thread thread_;   // last: it uses everything above
+    std::mutex end_mutex_;
+    std::condition_variable end_;
+    bool close_wanted_ = false, at_end_ = false;  // guarded by end_mutex_
+    std::thread thread_;                          // last: it uses everything above
 };
 
 }  // namespace fkv

@@ -93,7 +93,9 @@ void PolledNic::run() {
             const auto num_accepted = num_accepted_.load(std::memory_order_relaxed);
             const bool full = ring_.full();
             blocked_.store(full);
+            busy_since_ns_.store(now, std::memory_order_relaxed);
             const bool worked = (!full && bring()) || num_accepted != accepted;
+            busy_since_ns_.store(0, std::memory_order_relaxed);
             accepted = num_accepted;
             Rest::Situation situation{};
             situation.worked = worked;
@@ -108,6 +110,7 @@ void PolledNic::run() {
         last_words_ = {nullptr,
                        {0, 0, "poll", info.provider, info.domain,
                         std::string("the thread that polls this NIC ended: ") + error.what()}};
+        busy_since_ns_.store(0);
         ended_.store(true);
         tell();
     }

@@ -62,6 +62,8 @@ class PolledNic final : public Nic {
     bool may_sleep() override;
 
     std::uint64_t sleeps() const { return rest_.sleeps(); }
+    // Since when the thread has been in one poll of the NIC; 0: it is not. Any thread.
+    std::int64_t busy_since_ns() const { return busy_since_ns_.load(std::memory_order_relaxed); }
 
   private:
     struct Brought {
@@ -89,9 +91,10 @@ class PolledNic final : public Nic {
     EventFd bell_;
     std::atomic<bool> owner_sleeps_{false};  // so ring the bell
     std::atomic<bool> blocked_{false};       // by a full ring
-    FailedCompletion last_words_;            // written before ended_ is set
-    std::atomic<bool> ended_{false};         // by an exception
-    bool last_words_read_ = false;           // the owner's
+    std::atomic<std::int64_t> busy_since_ns_{0};
+    FailedCompletion last_words_;     // written before ended_ is set
+    std::atomic<bool> ended_{false};  // by an exception
+    bool last_words_read_ = false;    // the owner's
 
     Rest rest_;
     std::thread thread_;  // last: it uses everything above

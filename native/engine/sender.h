@@ -9,6 +9,7 @@
 // ones.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <map>
@@ -41,6 +42,10 @@ class Sender {
     bool anything_outstanding() const;
     // Whether a transfer waits for a watch's word, which nobody need tell us of.
     bool anything_parked() const { return !parked_.empty(); }
+    // Whether a transfer waits for a word whose change wakes nobody.
+    bool anything_to_watch() const {
+        return std::any_of(parked_.begin(), parked_.end(), [](const auto& entry) { return entry.first->is_polled(); });
+    }
     bool empty() const { return live_.empty(); }
 
     void on_sent(Rail& rail, Op* op, std::int64_t now);

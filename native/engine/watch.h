@@ -16,8 +16,9 @@ class Watch {
   public:
     static constexpr unsigned kLayerBits = 16;
 
-    // The word is the caller's and outlives the watch. It must be aligned to 8 bytes.
-    explicit Watch(std::uint64_t* word) : word_(word) {}
+    // The word is the caller's and outlives the watch. It must be aligned to 8 bytes. `is_polled`: something writes it
+    // that wakes nobody, so that engines look at it while a transfer waits.
+    explicit Watch(std::uint64_t* word, bool is_polled = true) : word_(word), is_polled_(is_polled) {}
 
     static constexpr std::uint64_t pack(std::uint64_t step, std::uint64_t layers) {
         return step << kLayerBits | layers;
@@ -28,12 +29,14 @@ class Watch {
     }
     // Acquires what was written before the word was.
     std::uint64_t word() const { return std::atomic_ref(*word_).load(std::memory_order_acquire); }
+    bool is_polled() const { return is_polled_; }
 
     // Words of one watch are compared as they are: a later step is larger, whatever its layers.
     bool has_reached(std::uint64_t wanted) const { return word() >= wanted; }
 
   private:
-    std::uint64_t* word_;
+    std::uint64_t* const word_;
+    const bool is_polled_;
 };
 
 }  // namespace fkv

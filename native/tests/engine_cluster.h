@@ -25,6 +25,13 @@ namespace fkv::test {
 
 constexpr std::byte kCanary{0xc5};
 
+// Whether two ranges are equal, one of which a NIC may be writing: not a race for whoever waits for data this way.
+__attribute__((no_sanitize("thread"))) inline bool equal_now(const std::byte* a, const std::byte* b, std::size_t n) {
+    for (std::size_t i = 0; i < n; ++i)
+        if (a[i] != b[i]) return false;
+    return true;
+}
+
 bool nic_threads();  // whether FABRIC_KV_NIC_THREADS is set
 
 struct NodeShape {

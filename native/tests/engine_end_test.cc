@@ -32,7 +32,7 @@ class EngineEnd : public ::testing::Test {
     // Pages of write_pages() at the target that are no canaries any more.
     std::size_t num_written(std::uint64_t count, std::uint64_t nbytes) const {
         std::size_t written = 0;
-        for (std::uint64_t i = 0; i < count; ++i) written += b->memory[2 * i * nbytes] != kCanary;
+        for (std::uint64_t i = 0; i < count; ++i) written += !equal_now(&b->memory[2 * i * nbytes], &kCanary, 1);
         return written;
     }
 

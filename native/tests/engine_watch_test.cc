@@ -42,7 +42,7 @@ class EngineWatch : public ::testing::Test {
     bool has_landed(std::size_t piece) const {
         for (std::uint64_t k = 0; k < kPages; ++k) {
             const auto at = place(piece) + 2 * k * kPage;
-            if (!std::equal(&b->memory[at], &b->memory[at] + kPage, &a->memory[at])) return false;
+            if (!equal_now(&b->memory[at], &a->memory[at], kPage)) return false;
         }
         return true;
     }
@@ -193,8 +193,8 @@ TEST_F(EngineWatch, prepared_submissions_take_new_page_lists) {
         const auto transfer = a->engine->submit_pages(Transfer::Kind::kWrite, std::move(one), 0)[0];
         ASSERT_TRUE(wait_end(transfer));
         ASSERT_TRUE(cluster.wait([&] {
-            return b->memory[(10 + round) * kPage] == a->memory[round * kPage] &&
-                   b->memory[(20 + round) * kPage] == a->memory[(5 + round) * kPage];
+            return equal_now(&b->memory[(10 + round) * kPage], &a->memory[round * kPage], kPage) &&
+                   equal_now(&b->memory[(20 + round) * kPage], &a->memory[(5 + round) * kPage], kPage);
         }));
     }
     std::vector<Engine::Submission> outside;

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,3 +90,10 @@ def node(make_node: Callable[..., Node]) -> Node:
 @pytest.fixture
 def peer(make_peer: Callable[..., PeerProcess], node: Node) -> PeerProcess:
     return make_peer(node)
+
+
+@pytest.fixture
+def shm_of() -> Callable[..., set[str]]:
+    """Files in /dev/shm of these processes; an earlier test's process may have had the same number."""
+    before = set(os.listdir("/dev/shm"))
+    return lambda *pids: {path.name for pid in pids for path in Path("/dev/shm").glob(f"{pid}[-:]*")} - before

@@ -16,8 +16,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def sparse(nbytes: int) -> NDArray[np.uint8]:
     """Memory that is only there where it is touched."""
     noreserve = 0x4000  # MAP_NORESERVE, which Python's mmap has only since 3.13
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | noreserve), np.uint8)
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within ``LONG``."""
+    deadline = time.monotonic() + LONG
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
 
 
 def left_open() -> tuple[int, int]:

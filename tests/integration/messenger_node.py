@@ -60,14 +60,15 @@ def pages_of(values):
 class PrefillNode:
     """Computes requests one after the other on a thread of its own."""
 
-    def __init__(self, tp_size, tell=lambda event: None, num_nics=1):
+    def __init__(self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp"):
         self.tell = tell
         self.spec, self.arrays = make_cache(tp_size, SPOILT)
         self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
         self.lock = threading.Condition()
         self.pages, self.queue = {}, []
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
-        self.engine = Engine("tcp", nics=NICS[:num_nics], options=OPTIONS)
+        self.word = None  # to bump it, as a GPU would, instead of calling layer_done
+        self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
         tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
@@ -128,12 +129,18 @@ class PrefillNode:
                 pages = self.pages.get(request.key)
             if pages is None or self.stopping:
                 return
-            step = self.messenger.begin_step([Chunk(request.key, begin, end, [pages], end == total)])
+            watch = None if self.word is None else self.engine.watch(self.word)
+            step = self.messenger.begin_step([Chunk(request.key, begin, end, [pages], end == total)], watch=watch)
+            if self.word is not None:
+                self.word[0] = step << 16
             for layer in range(LAYERS):
                 with self.lock:
                     if request.key in self.pages:  # Not handed back meanwhile.
                         self.append(layer, pages, values, begin, end)
-                self.messenger.layer_done(step, layer)
+                if self.word is None:
+                    self.messenger.layer_done(step, layer)
+                else:
+                    self.word[0] += np.uint64(1)
             self.tell({"event": "chunk", "id": request.key.request_id, "end": end})
         self.messenger.finish(request.key, tail_of(number))
 
@@ -155,10 +162,10 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp"):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
-        self.engine = Engine("tcp", nics=NICS[:num_nics], options=OPTIONS)
+        self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
         self.tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, BOUNDS)
@@ -218,14 +225,17 @@ class DecodeNode:
 
 
 def main():
-    role, tp_size, num_nics = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    role, tp_size, num_nics, provider = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     lock = threading.Lock()
 
     def tell(event):
         with lock:
             print(json.dumps(event), flush=True)
 
-    node = PrefillNode(tp_size, tell, num_nics) if role == "prefill" else DecodeNode(tp_size, num_nics=num_nics)
+    if role == "prefill":
+        node = PrefillNode(tp_size, tell, num_nics, provider)
+    else:
+        node = DecodeNode(tp_size, num_nics=num_nics, provider=provider)
     tell({"event": "up", "address": node.engine.address.hex()})
     peer = None
     for line in sys.stdin:
@@ -235,6 +245,8 @@ def main():
                 node.refuse = command["reason"]
             case "allow":
                 node.allow(command["chunks"])
+            case "bump_a_word":
+                node.word = np.zeros(1, np.uint64)
             case "fail":
                 node.messenger.fail(next(iter(node.pages)), command["reason"])
             case "connect":

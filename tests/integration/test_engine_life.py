@@ -20,18 +20,11 @@ from fabric_kv.config import EngineOptions
 from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, ConfigError, TransferError
 
-from .engine_peer import LONG, PeerProcess, left_open
+from .engine_peer import LONG, PeerProcess, left_open, wait_for
 
 
 def open_engine(provider: Any, **options: Any) -> Engine:
     return Engine(provider.name, nics=provider.nics, options=EngineOptions(**options))
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LONG
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 def exchange(a: Engine, b: Engine) -> None:

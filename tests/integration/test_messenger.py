@@ -29,8 +29,8 @@ from .messenger_node import DecodeNode
 class Child(ChildProcess):
     """A node in a process of its own."""
 
-    def __init__(self, role, tp_size=1, num_nics=1):
-        super().__init__("messenger_node", role, str(tp_size), str(num_nics))
+    def __init__(self, role, tp_size=1, num_nics=1, provider="tcp"):
+        super().__init__("messenger_node", role, str(tp_size), str(num_nics), provider)
         self.address = bytes.fromhex(self.wait_for("up")["address"])
 
 
@@ -96,6 +96,20 @@ def test_a_reject_brings_its_reason_and_leaves_both_sides_usable(start):
     assert error.pages_clean
     prefill.do(do="refuse", reason=None)
     decode.check(decode.submit(peer, 1, 50), LONG)
+
+
+def test_layers_follow_a_word_that_something_else_bumps(start):
+    prefill, decode = start("prefill", 3), start("here", 1)
+    peer = decode.messenger.connect(prefill.address)
+    prefill.do(do="bump_a_word")
+    for handle in [decode.submit(peer, number, tokens) for number, tokens in enumerate((1, 100, 333))]:
+        decode.check(handle, LONG)
+    for _ in range(3):
+        prefill.wait_for("released")
+    state = prefill.do(do="state")
+    assert (state["free"], state["requests"]) == (128, 0)
+    assert "idle_layers" not in state["counts"], "layer_done was called"
+    assert decode.canaries_intact()
 
 
 @pytest.mark.parametrize(("prefill_nics", "decode_nics"), [(3, 3), (3, 1), (1, 2)])
@@ -179,6 +193,45 @@ def test_sigkill_of_prefill_halfway_ends_the_request_and_a_new_one_serves(halfwa
         decode.messenger.connect(prefill.address, timeout=1.0)
     again = start("prefill", 1)
     next_one_works(again, decode, decode.messenger.connect(again.address))
+
+
+@pytest.fixture
+def halfway_shm(start):
+    """Over shared memory, where the end of a process proves that it writes no more."""
+    prefill, decode = start("prefill", 3, provider="shm"), start("here", 1, provider="shm")
+    prefill.do(do="allow", chunks=1)
+    handle = decode.submit(decode.messenger.connect(prefill.address), 0, 200)
+    prefill.wait_for("chunk")
+    yield prefill, decode, handle
+    for left in Path("/dev/shm").glob(f"{prefill.process.pid}-*"):  # libfabric's; whoever is killed cannot tidy up
+        left.unlink()
+
+
+def test_sigkill_of_prefill_over_shm_hands_back_clean_pages(halfway_shm):
+    prefill, decode, handle = halfway_shm
+    prefill.signal(signal.SIGKILL)
+    error = handle.exception(LONG)
+    assert isinstance(error, PeerLostError)
+    assert error.pages_clean, str(error)
+    assert "has exited" in str(error)
+    assert handle.checked.wait(LONG)
+    assert decode.messenger.poisoned == []
+    assert len(decode.free) == 128
+    assert decode.canaries_intact()
+
+
+def test_a_stopped_prefill_over_shm_keeps_pages_until_it_is_dead(halfway_shm):
+    prefill, decode, handle = halfway_shm
+    prefill.signal(signal.SIGSTOP)
+    error = handle.exception(LONG)
+    assert isinstance(error, PeerLostError)
+    assert not error.pages_clean
+    assert decode.messenger.reclaim() == []
+    assert decode.messenger.state()["poisoned_pages"] == 13
+    prefill.signal(signal.SIGKILL)
+    (item,) = decode.messenger.reclaim(timeout_s=LONG)
+    assert item.request_id == "r0"
+    assert decode.messenger.state()["poisoned_pages"] == 0
 
 
 def test_a_stopped_prefill_is_noticed_and_welcome_when_it_wakes(halfway):

@@ -99,9 +99,16 @@ class Job:
         elif self.at < total:
             end = min(total, self.at + self.sim.random.randint(1, 9))
             self.chunk = (self.at, end)
-            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total)
+            computed = self.sim.random.random() < 0.2
+            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total, computed=computed)
+            layers = list(range(LAYERS))
+            if self.sim.random.random() < 0.3:
+                self.sim.random.shuffle(layers)
+            if computed:
+                for layer in layers:
+                    self.write_source(layer)
             self.step = self.sim.prefill.begin_step([chunk])
-            self.layers_left = list(range(LAYERS))
+            self.layers_left = [] if computed else layers
             self.at = end
         else:
             self.finished = True
@@ -138,10 +145,12 @@ class Sim:
         bounds=BOUNDS,
         connect=True,
         num_pages=48,
+        prove_fences=0.0,
     ):
         print(f"seed {seed}")
         self.random = random.Random(seed)
         self.fabric = MemoryFabric(seed)
+        self.fabric.prove_fences = prove_fences
         self.clock = [0.0]
         self.bounds = bounds
         self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens
@@ -286,6 +295,10 @@ class Fetch:
         elif not self.error.pages_clean:
             self.poisoned = True
             return
+        self.take_back()
+
+    def take_back(self):
+        self.poisoned = False
         self.before_reset()
         for array in self.sim.dst:
             array[:, :, self.pages] = CANARY

@@ -26,6 +26,7 @@ def make_sim(seed, **changes):
         tails=chooser.random() < 0.7,
         options=options,
         num_pages=24,
+        prove_fences=chooser.choice([0.0, 0.5, 1.0]),
         **changes,
     )
 
@@ -118,7 +119,14 @@ def test_death_of_either_side_at_any_moment(seed, run):
         assert sim.clock[0] < sim.bounds.handshake_s
         for fetch in sim.fetches:
             assert fetch.handle.poll() in (RequestState.READY, RequestState.PEER_LOST)
-            assert fetch.error is None or (isinstance(fetch.error, PeerLostError) and not fetch.error.pages_clean)
+            assert fetch.error is None or isinstance(fetch.error, PeerLostError)
+            if fetch.error is not None and fetch.error.pages_clean:
+                assert sim.fabric.prove_fences > 0
+        for _ in range(20):
+            for item in sim.decode.reclaim():
+                (fetch,) = (fetch for fetch in sim.fetches if f"request {fetch.number}" == item.request_id)
+                fetch.take_back()
+        assert not sim.fabric.prove_fences or not sim.decode.poisoned
         sim.check_all()
         return
     sim.fabric.kill(sim.decode_engine)

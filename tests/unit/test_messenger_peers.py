@@ -205,7 +205,7 @@ class Liar:
             "peer_epoch": self.sim.prefill_engine.epoch,
             "spec": self.spec.to_bytes(),
             "regions": [[self.region.remote.to_bytes()]],
-            "tail": self.tails.geometry(),
+            "tail": self.tails.geometry(self.tails.region.remote),
         }
         self.say(wire.Hello(**{**fields, **changes}))
         return self.heard[-1] if self.heard else None
@@ -280,7 +280,7 @@ def test_regions_must_be_the_peers_own_and_large_enough(sim, liar):
     assert "belongs to engine" in liar.hello(regions=[[foreign.to_bytes()]]).reason
     small = msgspec.structs.replace(liar.region.remote, nbytes=64, segment_ends=(64,))
     assert "64 bytes, its spec needs" in liar.hello(regions=[[small.to_bytes()]], session=11).reason
-    tail = msgspec.structs.replace(liar.tails.geometry(), num_slots=1000)
+    tail = msgspec.structs.replace(liar.tails.geometry(liar.tails.region.remote), num_slots=1000)
     assert "its slots need" in liar.hello(tail=tail, session=12).reason
 
 

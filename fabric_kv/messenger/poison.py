@@ -1,0 +1,90 @@
+"""Pages that something may still write into, and how they come back.
+
+>>> book.add(PoisonedPages("a", peer.epoch, (pages,)), peer, tail_slot=3)
+>>> book.find(0, pages)                  # the first page that must not be used
+>>> book.take(peer.epoch)                # the peer has been fenced: the pages are clean
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ..transfers import Peer
+
+__all__ = ["PoisonBook", "PoisonedPages"]
+
+
+class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
+    """Pages that something may still write into, until ``reclaim`` says otherwise or the engine is closed.
+
+    Attributes
+    ----------
+    request_id : str
+    peer : bytes
+        Epoch of the prefill engine.
+    pages : tuple of ndarray of int64
+        One list per cache group.
+    exceeded : bool
+        More was written than had been announced, so that nobody knows by whom: only closing the engine helps.
+    """
+
+    request_id: str
+    peer: bytes
+    pages: tuple[NDArray[np.int64], ...]
+    exceeded: bool = False
+
+
+class PoisonBook:
+    """All poisoned pages of a decode side. Threads: any."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._lock = threading.Lock()  # guards all of these
+        self._entries: list[tuple[PoisonedPages, int | None]] = []  # with the tail slot
+        self._by_group: list[set[int]] = [set() for _ in range(num_groups)]
+        self._peers: dict[bytes, Peer] = {}
+
+    @property
+    def items(self) -> list[PoisonedPages]:
+        """Of all requests, oldest first."""
+        with self._lock:
+            return [item for item, _ in self._entries]
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Whom to fence to get pages back."""
+        with self._lock:
+            epochs = {item.peer for item, _ in self._entries if not item.exceeded}
+            return [peer for epoch, peer in self._peers.items() if epoch in epochs]
+
+    def add(self, item: PoisonedPages, peer: Peer, tail_slot: int | None) -> None:
+        """Set a request's pages aside, and its tail slot."""
+        with self._lock:
+            self._entries.append((item, tail_slot))
+            self._peers[item.peer] = peer
+            self._index()
+
+    def take(self, epoch: bytes) -> list[tuple[PoisonedPages, int | None]]:
+        """Take back what a peer might have written into, which it cannot any more; with the tail slots."""
+        with self._lock:
+            taken = [entry for entry in self._entries if entry[0].peer == epoch and not entry[0].exceeded]
+            self._entries = [entry for entry in self._entries if entry[0].peer != epoch or entry[0].exceeded]
+            self._peers.pop(epoch, None)
+            self._index()
+        return taken
+
+    def find(self, group: int, pages: NDArray[np.int64]) -> int | None:
+        """The smallest of these pages that is poisoned."""
+        with self._lock:
+            poisoned = self._by_group[group]
+            return min(poisoned.intersection(pages.tolist()), default=None) if poisoned else None
+
+    def _index(self) -> None:
+        for group, pages in enumerate(self._by_group):
+            pages.clear()
+            pages.update(*(item.pages[group].tolist() for item, _ in self._entries))

@@ -1,0 +1,84 @@
+"""``fabric-kv-bench --model``: requests through the real messenger between processes, and what must be noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fabric_kv.bench.files import read_report
+from fabric_kv.bench.main import main
+from fabric_kv.bench.model import Cache
+
+from .conftest import Provider
+from .test_bench import LONG, children, read_until, started, wait_until_gone
+
+SMALL = ["--loopback", "--model", "smollm2-135m", "--isl", "72", "--verify"]
+
+
+@pytest.mark.parametrize(
+    ("provider", "options"),
+    [
+        ("tcp", ["--prefill-tp", "3", "--chunk", "32", "--layerwise", "-n", "3", "--compute-ms-per-layer", "0.1"]),
+        ("tcp", ["--decoders", "2", "--qps", "200", "--layerwise", "-n", "6"]),
+        ("shm", ["--decode-tp", "3", "-n", "3"]),
+    ],
+    indirect=["provider"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_requests_are_served_and_right(
+    provider: Provider, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    status = main([*SMALL, "--provider", provider.name, *options, "--json", str(path)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.out + captured.err
+    assert "# Wrong pages : 0 OK" in captured.out
+    report = read_report(path)
+    assert report.model
+    figures = report.messenger
+    assert figures
+    layout = report.model.layout
+    tokens_bytes = layout.num_layers * layout.groups[0].page_bytes * 5  # 72 tokens are four pages and a half
+    assert figures["bytes_per_request"] == tokens_bytes
+    assert figures["requests"] == int(options[options.index("-n") + 1]) * report.num_peers
+    assert (figures["efficiency"] is None) == ("--layerwise" not in options)
+    assert 0 <= figures["hidden_share"] <= 1
+    for name in "ttft_penalty_ms", "latency_ms", "prefill_to_ready_ms":
+        assert figures[name]["p50"] <= figures[name]["max"]
+        assert f"p50 {figures[name]['p50']:.3f}" in captured.out
+    assert figures["prefill_to_ready_ms"]["avg"] >= figures["compute_ms"]
+
+
+@pytest.mark.parametrize("provider", ["tcp"], indirect=True)
+def test_stale_pages_of_a_request_are_noticed(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stamp = Cache.stamp
+
+    def once(cache: Cache, iteration: int) -> None:
+        if iteration == 0:
+            stamp(cache, iteration)
+
+    monkeypatch.setattr(Cache, "stamp", once)
+    assert main([*SMALL, "--provider", "tcp", "-n", "2"]) == 1
+    # Two rounds with fresh bytes, two page sets, 30 layers, K and V, five pages.
+    assert "# Wrong pages : 1200 FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("provider", ["shm"], indirect=True)
+def test_a_killed_decode_side_takes_the_other_along(provider: Provider, shm_of: Callable[..., set[str]]) -> None:
+    endless = ["-n", "100000", "--compute-ms-per-layer", "0.1"]
+    with started(*SMALL, "--provider", "shm", *endless) as prefill:
+        read_until(prefill, "# GB/s")
+        (decode,) = children(prefill.pid)
+        os.kill(decode, signal.SIGKILL)
+        output, errors = prefill.communicate(timeout=LONG)
+        wait_until_gone(decode)
+        assert prefill.returncode == 1
+        assert "has gone without a word" in errors
+        assert "# Ended early" in output
+        assert not shm_of(prefill.pid, decode)

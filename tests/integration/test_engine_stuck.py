@@ -1,0 +1,87 @@
+"""A provider that never returns from a call: said, bounded, and nothing that the NIC may touch is given back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fabric_kv.config import EngineOptions
+from fabric_kv.engine import Engine
+from fabric_kv.errors import ClosedError, StuckError
+
+from .engine_peer import LONG, wait_for
+
+# struct smr_region in libfabric 1.17's include/ofi_shm.h: the lock that whoever writes to us takes, a
+# pthread_spinlock_t of glibc on x86-64: 1 is free, 0 and below is taken. After it, a flag that makes the owner look.
+_LOCK_AT = 24
+_SIGNAL_AT = 28
+
+
+@contextmanager
+def held_lock(name: str) -> Iterator[None]:
+    """Hold the lock of an shm endpoint's queue, as a peer does for ever that is killed with it."""
+    with Path(f"/dev/shm/{name}").open("r+b", buffering=0) as queue:
+
+        def put(value: int, at: int = _LOCK_AT) -> None:
+            os.pwrite(queue.fileno(), struct.pack("i", value), at)
+
+        def taken() -> bool:
+            return bool(struct.unpack("i", os.pread(queue.fileno(), 4, _LOCK_AT))[0] <= 0)
+
+        def take() -> bool:
+            put(0)  # in vain where the engine has it and is about to release it
+            time.sleep(0.05)
+            put(1, _SIGNAL_AT)
+            return taken()
+
+        assert wait_for(take)
+        try:
+            yield
+        finally:
+            put(1)
+
+
+def test_a_peer_that_died_with_the_lock_of_our_queue_does_not_hold_close() -> None:
+    before = set(os.listdir("/dev/shm"))
+    options = EngineOptions(stall_s=0.2, close_s=0.5)
+    engine = Engine(provider="shm", options=options)
+    version = engine.describe()["libfabric"]["version"]
+    if not version.startswith("1.17") or platform.machine() != "x86_64":
+        engine.close()
+        pytest.skip(f"knows where the lock is in libfabric 1.17 on x86_64; this is {version} on {platform.machine()}")
+    (name,) = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"{os.getpid()}-")}
+    stalls: list[Any] = []
+    engine.on_stalled(stalls.append)
+    region = engine.register(np.zeros(4096, np.uint8))
+    other = Engine(provider="shm")
+    with other, held_lock(name):
+        assert wait_for(lambda: bool(stalls))
+        assert (stalls[0].provider, stalls[0].outstanding_bytes) == ("shm", 0)
+        counter = engine.counter(unit_bytes=1, expected_units=1)
+        with pytest.raises(StuckError, match="has not returned") as caught:
+            engine.close()
+        assert caught.value.provider == "shm"
+        with pytest.raises(ClosedError):
+            counter.result(LONG)
+        assert region._owner is not None
+        with pytest.raises(StuckError):
+            engine.close()
+
+    # The lock is free again, which nobody could hope for.
+    def closes() -> bool:
+        try:
+            engine.close()
+        except StuckError:
+            return False
+        return True
+
+    assert wait_for(closes)

@@ -88,7 +88,7 @@ class EngineStuck : public ::testing::Test {
         for (const std::uint32_t group : {0, 1})
             regions.push_back(engine->register_region(memory.data(), memory.size(), group));
     }
-    ~EngineStuck() override {
+    void TearDown() override {
         gate->set(false, false);
         EXPECT_TRUE(fabric.violations().empty()) << fabric.describe();
     }

@@ -38,8 +38,10 @@ def namespaces() -> tuple[str, str]:
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """Make two namespaces with a link for each rate in Mbit/s: 10.99.k.1 and 10.99.k.2."""
+    if "multinode" not in request.config.getoption("--require"):
+        pytest.skip("measures rates, which other work on the machine spoils: --require multinode")
     for program in "ip", "tc":
         if shutil.which(program) is None:
             pytest.skip(f"{program} is missing: apt-get install iproute2")

@@ -158,6 +158,8 @@ class DecodeMessenger(DecodeRequests):
             If the engine is closed: then all pages are clean.
         """
         clean: list[PoisonedPages] = []
+        if self._engine.fence_means == "none":
+            return clean
         for peer in self._poison.peers:
             if not self._actor.call(partial(self._begin_reclaim, peer.epoch), ANSWER_S):
                 continue

@@ -6,15 +6,18 @@ Every cell of the prefill side's cache is computed from (request, layer, K or V,
 
 from __future__ import annotations
 
+import collections
 import json
+import random
 import sys
 import threading
+import time
 
 import numpy as np
 
 from fabric_kv.config import Bounds, EngineOptions
 from fabric_kv.engine import Engine
-from fabric_kv.errors import FabricKVError
+from fabric_kv.errors import FabricKVError, PeerLostError, PeerUnreachableError
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
 from fabric_kv.sharding import CacheSpec, KVLayout, Placement
 
@@ -169,11 +172,20 @@ class DecodeNode:
         self.tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, BOUNDS)
+        self.addresses = []
         self.lock = threading.Lock()
 
     def submit(self, peer, number, num_tokens, deadline_s=None):
         with self.lock:
             pages = np.array([self.free.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))])
+        try:
+            return self.submit_with(pages, peer, number, num_tokens, deadline_s)
+        except FabricKVError:
+            with self.lock:
+                self.free += pages.tolist()
+            raise
+
+    def submit_with(self, pages, peer, number, num_tokens, deadline_s):
         request = Request(
             request_id=f"r{number}",
             tokens=np.arange(num_tokens),
@@ -216,12 +228,45 @@ class DecodeNode:
                 return f"the last page of rank {rank}"
         return None if (result.tail == tail_of(number)).all() else f"tail {result.tail}"
 
+    def storm(self, seed, count, width):
+        """Submit ``count`` requests, up to ``width`` at once, to any of ``addresses``; cancel some. How they ended."""
+        dice, open_, ends, wrong = random.Random(seed), [], collections.Counter(), []
+        submitted = 0
+        while submitted < count or open_:
+            for handle in [handle for handle in open_ if handle.checked.is_set()]:
+                open_.remove(handle)
+                error = handle.exception(0)
+                ends[type(error).__name__] += 1
+                if error is None and handle.wrong is not None:
+                    wrong.append(f"{handle.request_id}: {handle.wrong}")
+            for handle in open_:
+                if dice.random() < 0.002:
+                    handle.cancel()
+            if submitted < count and len(open_) < width and len(self.free) >= 4:
+                try:
+                    peer = self.messenger.connect(dice.choice(self.addresses), timeout=1.0)
+                    open_.append(
+                        self.submit(peer, submitted, dice.randint(1, 64), deadline_s=dice.choice([None, 10.0]))
+                    )
+                    submitted += 1
+                except (PeerUnreachableError, PeerLostError):
+                    time.sleep(0.02)  # until it is replaced, or goes on
+            else:
+                time.sleep(0.001)
+        for item in self.messenger.reclaim():
+            self.free += item.pages[0].tolist()
+        return {"ends": ends, "wrong": wrong, "intact": self.canaries_intact()}
+
     def canaries_intact(self):
         return all((array[:, :, self.free] == CANARY).all() for array in self.arrays)
 
     def close(self):
         self.messenger.close()
         self.engine.close()
+
+
+def poisoned(node):
+    return sum(item.pages[0].size for item in node.messenger.poisoned)
 
 
 def main():
@@ -249,6 +294,15 @@ def main():
                 node.word = np.zeros(1, np.uint64)
             case "fail":
                 node.messenger.fail(next(iter(node.pages)), command["reason"])
+            case "addresses":
+                node.addresses = [bytes.fromhex(address) for address in command["addresses"]]
+            case "storm":
+                args = command["seed"], command["count"], command["width"]
+
+                def storm(args=args):
+                    tell({"event": "stormed", **node.storm(*args), "poisoned": poisoned(node), "free": len(node.free)})
+
+                threading.Thread(target=storm, daemon=True).start()
             case "connect":
                 peer = node.messenger.connect(bytes.fromhex(command["address"]))
             case "submit":

@@ -24,6 +24,7 @@ from .poison import PoisonedPages
 from .prefill_peer import PrefillPeer
 from .requests import Fetching, Request
 from .state import CancelAsked
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -120,6 +121,7 @@ class DecodeMessenger(DecodeRequests):
             self._give_back(fetching, clean=True)
             raise
         fetching.submitted_s = self._actor.now()
+        fetching.timeline = Timeline(fetching.submitted_s)
         fetching.handle = RequestHandle(
             request.request_id,
             self._actor,

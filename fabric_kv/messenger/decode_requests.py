@@ -7,6 +7,7 @@ The machine itself is a pure function, :func:`fabric_kv.messenger.fetch.fetch_st
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from .state import (
     Rejected,
     RequestState,
 )
+from .timeline import log_end
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -104,6 +106,7 @@ class DecodeRequests(DecodePeers):
         peer._open[fetching.generation] = fetching
         self._after(fetching, self._bounds.accept_s, self._on_accept_expired)
         self._after(fetching, fetching.deadline_s, self._on_deadline)
+        fetching.timeline.note("Sent", self._actor.now())
         peer._link.send(fetching.message())
         for rank, counter in enumerate(fetching.counters):
             if counter is not None:
@@ -172,6 +175,8 @@ class DecodeRequests(DecodePeers):
     def _apply(self, fetching: Fetching, event: FetchEvent) -> None:
         if fetching.generation < 0:
             return  # It ended before it was sent.
+        if not fetching.fetch.phase.final:
+            fetching.timeline.note(type(event).__name__, self._actor.now())
         fetching.fetch, effects = fetch_step(fetching.fetch, event)
         for effect in effects:
             match effect:
@@ -199,6 +204,18 @@ class DecodeRequests(DecodePeers):
         self._give_back(fetching, clean=clean)
         self._counts[phase.name.lower()] += 1
         self._counts["poisoned_requests"] += not clean
+        log_end(
+            fetching.timeline,
+            self._actor.now(),
+            logging.INFO if clean else logging.WARNING,
+            side="decode",
+            request=fetching.request_id,
+            generation=fetching.generation,
+            peer=peer.epoch.hex()[:8],
+            outcome=phase.name,
+            pages_clean=clean,
+            tokens=fetching.num_tokens,
+        )
         fetching.handle._end(phase, outcome)
         if peer._gone is not None and not peer._open:
             self._drop(peer, peer._gone)

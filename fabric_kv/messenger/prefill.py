@@ -113,7 +113,9 @@ class PrefillMessenger(PrefillRequests):
                 serving.next_token = chunk.end
                 serving.last_chunk_seen = chunk.final
             planned = collections.Counter(submission.outflow for submission in submissions)
+            now = self._actor.now()
             for serving in {serving for serving, _ in active}:
+                serving.timeline.note("Step", now)
                 self._poster.apply(serving, Planned(planned.pop(serving, 0)))
             # What is left in `planned` ended meanwhile.
             submissions = [submission for submission in submissions if submission.outflow not in planned]
@@ -170,6 +172,7 @@ class PrefillMessenger(PrefillRequests):
                 raise ConfigError(f"cannot finish {serving.key_text}: it {wrong}")
             submission = self._tail_submission(serving, tail)
             serving.finished = True
+            serving.timeline.note("Finish", self._actor.now())
             if submission is not None:
                 self._poster.apply(serving, Planned(1))
                 self._poster.post_tail(submission)

@@ -25,6 +25,7 @@ from .serving import Serving, error_of
 from .sessions import Session
 from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState
 from .steps import Steps
+from .timeline import Timeline, log_end
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -96,6 +97,7 @@ class PrefillRequests(PrefillSessions):
             self._counts["rejected"] += 1
             session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS]))
             return
+        serving.timeline = Timeline(self._actor.now())
         session.open[generation] = serving
         with self._poster.lock:
             self._serving[serving.request.key] = serving
@@ -136,6 +138,8 @@ class PrefillRequests(PrefillSessions):
     # --- The life of a request ----------------------------------------------------------------------------------------
 
     def _apply(self, serving: Serving, event: ServeEvent) -> None:
+        if not serving.serve.phase.final:
+            serving.timeline.note(type(event).__name__, self._actor.now())
         for effect in self._poster.apply(serving, event):
             self._perform(serving, effect)
 
@@ -185,6 +189,17 @@ class PrefillRequests(PrefillSessions):
             if serve.phase is not ServeState.RELEASED:
                 self._steps.forget(serving)
         self._counts[serve.phase.name.lower()] += 1
+        log_end(
+            serving.timeline,
+            self._actor.now(),
+            side="prefill",
+            request=key.request_id,
+            generation=key.generation,
+            peer=key.epoch.hex()[:8],
+            outcome=serve.phase.name,
+            pages_clean=serve.pages_clean,
+            tokens=serving.request.num_tokens,
+        )
         if serve.phase is not ServeState.REJECTED:
             self._tell_scheduler(serving)
         self._advance_close()

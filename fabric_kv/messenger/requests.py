@@ -30,6 +30,7 @@ from .actor import Timer
 from .fetch import Fetch
 from .handle import RequestHandle
 from .state import RequestState
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ..transfers import Counter
@@ -88,6 +89,7 @@ class Fetching:
         self.generation = -1
         self.timers: list[Timer] = []
         self.submitted_s = math.nan
+        self.timeline = Timeline(math.nan)  # from ``submit``
         self.accepted_s = math.nan
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= wire.MAX_ID_CHARS:
             raise ConfigError(f"request_id must be a string of 1 to {wire.MAX_ID_CHARS} characters")
@@ -140,6 +142,7 @@ class Fetching:
             "peer": self.peer.epoch.hex(),
             "generation": self.generation,
             "tokens": self.num_tokens,
+            "events_ms": self.timeline.text(),
             "units": [None if counter is None else counter.received for counter in self.counters],
         }
 

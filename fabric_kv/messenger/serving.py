@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from .actor import Timer
 from .posting import Outflow, Submission
 from .scheduler import Chunk, PrefillRequest
 from .state import ServeState
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ..regions import CounterToken
@@ -56,6 +58,7 @@ class Serving(Outflow):
         self.tokens = tokens
         self.tail_slot = tail_slot
         self.dst_pages = dst_pages
+        self.timeline = Timeline(math.nan)  # from its arrival
         self.next_token: int | None = None
         self.last_chunk_seen = False
         self.finished = False
@@ -78,6 +81,7 @@ class Serving(Outflow):
             "tokens_planned": self.next_token or 0,
             "writes_in_flight": serve.in_flight,
             "writes_waiting": serve.planned - serve.posted,
+            "events_ms": self.timeline.text(),
         }
 
     def check_chunk(self, chunk: Chunk, next_token: int | None) -> None:

@@ -53,8 +53,8 @@ _DRAIN_S = 1.0
 _log = logging.getLogger("fabric_kv")
 
 
-# What NICs may still touch that could not be closed.
-_kept: list[object] = []
+# What NICs may still touch that could not be closed: buffers, and what transfers refer to.
+_kept: dict[_native.Engine, list[object]] = {}
 
 
 def _close(native: _native.Engine, dispatcher: Dispatcher, regions: weakref.WeakSet[MemoryRegion]) -> None:
@@ -63,8 +63,9 @@ def _close(native: _native.Engine, dispatcher: Dispatcher, regions: weakref.Weak
     except StuckError as error:
         _log.error("%s", error)
         with dispatcher.lock:
-            _kept.append(([region._owner for region in regions], [t._keep for t in dispatcher.transfers.values()]))
-    dispatcher.stop()
+            _kept[native] = [*(r._owner for r in regions), *(t._keep for t in dispatcher.transfers.values())]
+    finally:
+        dispatcher.stop()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -309,7 +310,10 @@ class Engine:
             native = self._register_device(found, group)
         region = MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
         self._registered[key] = region
-        self._regions.add(region)
+        with self._dispatcher.lock:
+            self._regions.add(region)
+            if self._native in _kept:  # close() gave up meanwhile
+                _kept[self._native].append(found.owner)
         return region
 
     def _registered_before(self, key: tuple[int, int, int], found: Buffer) -> _native.Region | None:
@@ -745,6 +749,7 @@ class Engine:
         self._finalizer()
         # Where another thread was first, its close() may still be at work: memory is safe only after it.
         self._native.close(_DRAIN_S)
+        _kept.pop(self._native, None)
 
     def __enter__(self) -> Engine:
         return self

@@ -190,7 +190,9 @@ class SharedBuffer(ABC):
         ConfigError
             If regions, arrays, tensors or views of it are still there. Nothing has changed then.
         """
-        for region in list(self._regions):
+        with self._lock:
+            regions = list(self._regions)
+        for region in regions:
             region._forget_if_engine_closed()
         with self._lock:
             if self.closed:

@@ -169,6 +169,7 @@ class DeviceBuffer(SharedBuffer):
         driver.call("cuMemSetAccess", address, total, [access], 1, device=index, nbytes=total)
         buffer = cls(info, driver, index, address, handles, imported=imported)
         buffer._finalizer = weakref.finalize(buffer, release_on_device, driver, index, owned.pop_all())
+        buffer._finalizer.atexit = False  # an engine may be closed after us; the process's end frees it
         return buffer
 
     # -- facts -----------------------------------------------------------------------------------------------------
@@ -195,8 +196,8 @@ class DeviceBuffer(SharedBuffer):
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def __dlpack__(self, *, stream: Any = None, **_options: Any) -> object:
-        address = self.address
         with self._lock:
+            address = self.address
             self._num_tensors += 1
         return device_capsule(address, self.nbytes, self._index, self._tensor_is_gone)
 

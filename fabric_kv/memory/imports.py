@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from typing import Self, TypeVar
 
-from ..errors import ConfigError, FabricKVError, SharingError
+from ..errors import ConfigError, FabricKVError, SharingError, StuckError
 from . import wire
 from .buffer import Exported, SharedBuffer
 from .device import DeviceBuffer
@@ -220,7 +220,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
         for buffer in self._buffers.values():
             try:
                 buffer.close()
-            except ConfigError as error:
+            except (ConfigError, StuckError) as error:
                 used.append(str(error))
         if used:
             raise ConfigError(f"{len(used)} of {len(self)} buffers of {self._owner} are in use: {used[0]}")
@@ -233,7 +233,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
         if kind is None:
             self.close()
             return
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, StuckError):
             self.close()
 
     def __repr__(self) -> str:

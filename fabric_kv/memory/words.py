@@ -89,6 +89,7 @@ class WatchWord:
             owned.callback(driver.call, "cuModuleUnload", module, device=index)
             self._kernel = driver.call("cuModuleGetFunction", module, _KERNEL, device=index)
             self._finalizer = weakref.finalize(self, release_on_device, driver, index, owned.pop_all())
+            self._finalizer.atexit = False  # an engine may be closed after us; the process's end frees it
 
     @property
     def array(self) -> NDArray[np.uint64]:

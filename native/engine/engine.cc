@@ -27,12 +27,16 @@ Epoch random_epoch() {
     return epoch;
 }
 
-// Keeps a region for ever whose NICs could not be closed.
-void leave_behind(std::shared_ptr<Region> region) {
+// Keeps regions whose NICs could not be closed, for ever or until they can.
+void mark_stuck(const std::shared_ptr<Region>& region, bool stuck) {
     static std::mutex mutex;
     static auto& left = *new std::set<std::shared_ptr<Region>>;
     std::lock_guard lock(mutex);
-    left.insert(std::move(region));
+    region->is_stuck.store(stuck);
+    if (stuck)
+        left.insert(region);
+    else
+        left.erase(region);
 }
 
 }  // namespace
@@ -205,6 +209,8 @@ void Engine::deregister(const std::shared_ptr<Region>& region) {
     if (in_child()) return;
     if (region->epoch != address_.epoch)
         throw Error(ErrorKind::kConfig, "the region was registered with another engine");
+    if (region->is_stuck.load())
+        throw Error(ErrorKind::kStuck, "the region cannot be deregistered: its NIC has not returned from a call");
     if (const auto uses = region->drop())
         throw Error(ErrorKind::kConfig, "the region of " + std::to_string(region->nbytes) + " bytes is in use by " +
                                             std::to_string(uses) + " part(s) of transfers in flight");
@@ -481,11 +487,11 @@ void Engine::close(std::int64_t drain_ns) {
         std::erase_if(regions_, [&](const auto& weak) {
             auto region = weak.lock();
             if (region && !is_closed[region->group]) {
-                region->begin_use();  // which has no end: it cannot be deregistered
-                leave_behind(std::move(region));
+                mark_stuck(region, true);
                 return false;
             }
             if (region) {
+                mark_stuck(region, false);
                 region->rails.clear();
                 region->shares.clear();
             }

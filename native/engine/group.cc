@@ -115,9 +115,11 @@ void Group::progress() {
         const bool waits =
             !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || sender_.anything_parked();
         round_began_ns_.store(0, std::memory_order_relaxed);
-        rest_.rest({worked, sender_.anything_outstanding(), sender_.anything_queued(), sender_.anything_to_watch(),
-                    waits ? next_housekeeping_ns_ : 0},
-                   now, [&] { return submissions_.empty() && calls_.empty() && !stopping_.load(); });
+        rest_.rest(
+            {worked, sender_.anything_outstanding(), sender_.anything_queued(), sender_.anything_to_watch(),
+             waits ? next_housekeeping_ns_ : 0},
+            now,
+            [&] { return submissions_.empty() && calls_.empty() && !stopping_.load() && !sender_.anything_reached(); });
     }
     drain();
 }
@@ -128,6 +130,7 @@ void Group::close_endpoints() {
         try {
             rail->close_endpoint();
         } catch (const std::exception& error) {
+            open_for_ever_ = true;
             const auto& info = rail->info();
             fault(Event::kFault, {0, 0, "close", info.provider, info.domain, error.what()});
         }
@@ -253,7 +256,9 @@ void Group::drain() {
     const auto deadline = drain_until_ns_.load();
     for (auto now = now_ns(); !sender_.empty() && now < deadline; now = now_ns()) {
         bool worked = false;
+        round_began_ns_.store(now, std::memory_order_relaxed);
         for (auto& rail : rails_) worked |= poll_rail(*rail, now);
+        round_began_ns_.store(0, std::memory_order_relaxed);
         if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
     }
 }
@@ -275,6 +280,7 @@ bool Group::close() {
         const auto bound_ns = std::max<std::int64_t>(drain_until_ns_.load() + options_.end_ns - now_ns(), 0);
         std::unique_lock end(end_mutex_);
         if (!end_.wait_for(end, std::chrono::nanoseconds(bound_ns), [this] { return at_end_; })) return false;
+        if (open_for_ever_) return false;
     }
     thread_.join();
     closed_ = true;

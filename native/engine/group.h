@@ -128,6 +128,7 @@ class Group {
     std::mutex end_mutex_;
     std::condition_variable end_;
     bool close_wanted_ = false, at_end_ = false;  // guarded by end_mutex_
+    bool open_for_ever_ = false;                  // an endpoint could not be closed; written before at_end_
     std::thread thread_;                          // last: it uses everything above
 };
 

@@ -95,6 +95,9 @@ struct Region {
         return uses_.compare_exchange_strong(n, kDropped) || n == kDropped ? 0 : n;
     }
 
+    // Its NIC could not be closed, and may still use it.
+    std::atomic<bool> is_stuck{false};
+
   private:
     static constexpr std::uint32_t kDropped = ~std::uint32_t{0};
     std::atomic<std::uint32_t> uses_{0};

@@ -2,16 +2,25 @@
 
 #include <pthread.h>
 
+#include <chrono>
 #include <map>
+#include <thread>
 #include <utility>
 
 namespace fkv::ofi {
+namespace {
+
+// For so long the others stand still, and work again, so many times.
+constexpr std::chrono::milliseconds kWait{20}, kPause{80};
+constexpr int kTries = 50;
+
+}  // namespace
 
 struct Neighbour::Street {
     std::mutex mutex;  // of members
     std::map<std::string, Closed> members;
     std::atomic<std::size_t> size{0};
-    std::shared_mutex work_mutex;
+    std::shared_timed_mutex work_mutex;
     std::mutex gate;  // whoever leaves closes it, lest busy neighbours keep work_mutex for ever
     std::atomic<bool> gate_closed{false};
 };
@@ -44,19 +53,26 @@ Neighbour::Closed Neighbour::find(const std::string& name) {
     return found == here.members.end() ? nullptr : found->second;
 }
 
-std::shared_lock<std::shared_mutex> Neighbour::at_work() const {
+std::shared_lock<std::shared_timed_mutex> Neighbour::at_work() const {
     if (street_.size.load(std::memory_order_relaxed) < 2) return {};
     if (street_.gate_closed.load(std::memory_order_relaxed)) const std::lock_guard wait(street_.gate);
     return std::shared_lock(street_.work_mutex);
 }
 
 Neighbour::Departure::Departure(Street& street) : street_(street) {
-    street_.gate.lock();
-    street_.gate_closed.store(true);
-    street_.work_mutex.lock();
+    for (int tries = 0; tries < kTries; ++tries) {
+        street_.gate.lock();
+        street_.gate_closed.store(true);
+        granted = street_.work_mutex.try_lock_for(kWait);
+        if (granted) return;
+        street_.gate_closed.store(false);
+        street_.gate.unlock();
+        std::this_thread::sleep_for(kPause);
+    }
 }
 
 Neighbour::Departure::~Departure() {
+    if (!granted) return;
     street_.work_mutex.unlock();
     street_.gate_closed.store(false);
     street_.gate.unlock();

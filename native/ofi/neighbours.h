@@ -27,13 +27,16 @@ class Neighbour {
     static Closed find(const std::string& name);
 
     // Held around every call that may touch another endpoint's queue. Free while there is no other one.
-    std::shared_lock<std::shared_mutex> at_work() const;
-    // Runs `close` while nobody is at work.
+    std::shared_lock<std::shared_timed_mutex> at_work() const;
+    // Runs `close` while nobody is at work. False if somebody does not stop working, which is to say that a call of the
+    // provider does not return: then it has not run, and the others have gone on meanwhile.
     template <typename Close>
-    void leave(Close&& close) {
+    bool leave(Close&& close) {
         const Departure departure(street_);
+        if (!departure.granted) return false;
         closed_->store(true);
         close();
+        return true;
     }
 
   private:
@@ -45,6 +48,8 @@ class Neighbour {
         ~Departure();
         Departure(const Departure&) = delete;
         Departure& operator=(const Departure&) = delete;
+
+        bool granted = false;
 
       private:
         Street& street_;

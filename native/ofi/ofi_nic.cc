@@ -125,7 +125,7 @@ class OfiNic final : public Nic {
     void check_peer_address(std::span<const std::byte> address) const;
     template <typename Call>
     PostResult post(const char* op, PeerAddress peer, Call&& call);
-    std::shared_lock<std::shared_mutex> at_work() const;
+    std::shared_lock<std::shared_timed_mutex> at_work() const;
     void await_connections();
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
@@ -290,7 +290,9 @@ std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t 
 
 std::unique_ptr<MemoryHandle> OfiNic::register_device(const DeviceMemory& memory) {
     if (!facts_.device_memory) return Nic::register_device(memory);
-    const Dmabuf dmabuf{memory.dmabuf_fd, memory.dmabuf_offset, memory.nbytes, memory.base};
+    // fi_mr(3): what is registered begins `offset` bytes behind base_addr, where the dma-buf itself is mapped.
+    auto* const mapped = static_cast<std::byte*>(memory.base) - memory.dmabuf_offset;
+    const Dmabuf dmabuf{memory.dmabuf_fd, memory.dmabuf_offset, memory.nbytes, mapped};
     const iovec range{memory.base, memory.nbytes};
     const auto what = std::to_string(memory.nbytes) + " bytes on cuda:" + std::to_string(memory.device);
     const auto try_by = [&](const char* op, const void* place, std::uint64_t flags) {
@@ -389,8 +391,8 @@ OpError OfiNic::error(const char* op, int fi_errno, int prov_errno, std::string 
     return {fi_errno, prov_errno, op, facts_.provider, facts_.domain, std::move(text)};
 }
 
-std::shared_lock<std::shared_mutex> OfiNic::at_work() const {
-    return self_ ? self_->at_work() : std::shared_lock<std::shared_mutex>();
+std::shared_lock<std::shared_timed_mutex> OfiNic::at_work() const {
+    return self_ ? self_->at_work() : std::shared_lock<std::shared_timed_mutex>();
 }
 
 // Runs call(), a libfabric post to `peer`, and says how it went.
@@ -518,8 +520,13 @@ void OfiNic::close_endpoint() {
         read();
         if (tries > 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (self_) return self_->leave([&] { endpoint_.reset(); });
-    endpoint_.reset();
+    if (!self_) {
+        endpoint_.reset();
+    } else if (!self_->leave([&] { endpoint_.reset(); })) {
+        throw Error(ErrorKind::kStuck, facts_.provider + " NIC " + facts_.domain +
+                                           " cannot be closed: a call of the provider has not returned on another one "
+                                           "of this process");
+    }
 }
 
 int OfiNic::poll(std::span<Completion> out) {

@@ -78,13 +78,14 @@ class GatedNic final : public Nic {
 class EngineStuck : public ::testing::Test {
   protected:
     EngineStuck() {
-        GroupOptions options;
+        GroupOptions options, patient;
+        options.nic_threads_from = patient.nic_threads_from = nic_threads() ? 1 : 0;
         options.end_ns = options.stall_ns = 200 * kMillisecond;
-        options.nic_threads_from = nic_threads() ? 1 : 0;
+        patient.end_ns = patient.stall_ns = 60 * kSecond;  // of the group that must not be stuck, however busy we are
         std::vector<std::vector<std::unique_ptr<Nic>>> nics(2);
         nics[0].push_back(std::make_unique<GatedNic>(fabric.open_nic(), gate));
         nics[1].push_back(fabric.open_nic());
-        engine = std::make_unique<Engine>(std::move(nics), std::vector{options, options});
+        engine = std::make_unique<Engine>(std::move(nics), std::vector{options, patient});
         for (const std::uint32_t group : {0, 1})
             regions.push_back(engine->register_region(memory.data(), memory.size(), group));
     }
@@ -144,8 +145,9 @@ TEST_F(EngineStuck, a_call_that_does_not_return_is_reported_once_and_again_after
 }
 
 TEST_F(EngineStuck, an_idle_engine_is_not_stuck) {
+    // For ever, that is: a busy machine may stop a thread anywhere for a while.
     for (int i = 0; i < 50; ++i) {
-        EXPECT_EQ(count_stalls(), 0u);
+        EXPECT_TRUE(wait([&] { return !engine->group(0).stuck(now_ns(), 1); }));
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
 }
@@ -170,7 +172,7 @@ TEST_F(EngineStuck, close_gives_up_in_a_poll_and_keeps_what_the_nic_may_touch) {
 TEST_F(EngineStuck, close_gives_up_in_a_close_and_a_later_one_succeeds) {
     gate->set(false, true);
     expect_stuck();
-    EXPECT_TRUE(gate->holds());
+    EXPECT_TRUE(wait([&] { return gate->holds(); }));
     EXPECT_FALSE(regions[0]->rails.empty());
     gate->set(false, false);
     ASSERT_TRUE(wait([&] {

@@ -44,12 +44,13 @@ const char* not_a_fabric_log(void) { return written; }
 static int regattr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags, struct fid_mr** mr) {
     const struct dmabuf* dmabuf = (const void*)attr->mr_iov;
     const int by_dmabuf = (flags & DMABUF) != 0;
-    void* base = by_dmabuf ? dmabuf->base : attr->mr_iov->iov_base;
+    void* base = by_dmabuf ? (char*)dmabuf->base + dmabuf->offset : attr->mr_iov->iov_base;
     const size_t len = by_dmabuf ? dmabuf->len : attr->mr_iov->iov_len;
     struct stat about;
     const char* refused = getenv("STANDIN_REFUSES");
     if (refused && strstr(refused, by_dmabuf ? "dmabuf" : "hmem")) return by_dmabuf ? -EOPNOTSUPP : -ENOSYS;
     if (attr->iface != FI_HMEM_CUDA || attr->iov_count != 1) return -EINVAL;
+    if (by_dmabuf && (uintptr_t)dmabuf->base % 4096) return -EINVAL;
     if (by_dmabuf && (fstat(dmabuf->fd, &about) || (uint64_t)about.st_size < dmabuf->offset + len)) return -EBADF;
     const size_t used = strlen(written);
     snprintf(written + used, sizeof written - used, "%s cuda:%d %zu+%llu\n", by_dmabuf ? "dmabuf" : "hmem",

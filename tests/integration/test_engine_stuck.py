@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from fabric_kv.config import EngineOptions
-from fabric_kv.engine import Engine
+from fabric_kv.engine import Engine, _kept
 from fabric_kv.errors import ClosedError, StuckError
 
 from .engine_peer import LONG, wait_for
@@ -50,20 +51,32 @@ def held_lock(name: str) -> Iterator[None]:
             put(1)
 
 
-def test_a_peer_that_died_with_the_lock_of_our_queue_does_not_hold_close() -> None:
+def open_shm(**options: Any) -> tuple[Engine, str]:
+    """An engine and the name of its queue in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
-    options = EngineOptions(stall_s=0.2, close_s=0.5)
-    engine = Engine(provider="shm", options=options)
+    engine = Engine(provider="shm", options=EngineOptions(stall_s=0.2, close_s=0.5, **options))
     version = engine.describe()["libfabric"]["version"]
     if not version.startswith("1.17") or platform.machine() != "x86_64":
         engine.close()
         pytest.skip(f"knows where the lock is in libfabric 1.17 on x86_64; this is {version} on {platform.machine()}")
     (name,) = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"{os.getpid()}-")}
+    return engine, name
+
+
+def closes(engine: Engine) -> bool:
+    try:
+        engine.close()
+    except StuckError:
+        return False
+    return True
+
+
+def test_a_peer_that_died_with_the_lock_of_our_queue_does_not_hold_close() -> None:
+    engine, name = open_shm()
     stalls: list[Any] = []
     engine.on_stalled(stalls.append)
     region = engine.register(np.zeros(4096, np.uint8))
-    other = Engine(provider="shm")
-    with other, held_lock(name):
+    with held_lock(name):
         assert wait_for(lambda: bool(stalls))
         assert (stalls[0].provider, stalls[0].outstanding_bytes) == ("shm", 0)
         counter = engine.counter(unit_bytes=1, expected_units=1)
@@ -75,13 +88,35 @@ def test_a_peer_that_died_with_the_lock_of_our_queue_does_not_hold_close() -> No
         assert region._owner is not None
         with pytest.raises(StuckError):
             engine.close()
+        with pytest.raises(StuckError):
+            region.close()
 
     # The lock is free again, which nobody could hope for.
-    def closes() -> bool:
-        try:
-            engine.close()
-        except StuckError:
-            return False
-        return True
+    assert wait_for(lambda: closes(engine))
+    region.close()
+    assert engine._native not in _kept
 
-    assert wait_for(closes)
+
+def test_other_engines_of_the_process_go_on_beside_one_that_is_stuck() -> None:
+    engine, name = open_shm()
+    other, a, b = (open_shm()[0] for _ in range(3))
+    target = np.zeros(4096, np.uint8)
+    source, remote = a.register(np.full(4096, 7, np.uint8)), b.register(target)
+    peer = a.add_peer(b.address)
+    stalls: list[Any] = []
+    engine.on_stalled(stalls.append)
+    with held_lock(name):
+        assert wait_for(lambda: bool(stalls))
+        # It cannot be closed, since the one that is stuck may be using its queue.
+        closed: list[bool] = []
+        closing = threading.Thread(target=lambda: closed.append(closes(other)))
+        closing.start()
+        for _ in range(20):
+            with b.counter(unit_bytes=4096, expected_units=1) as counter:
+                a.write(peer, source, 0, remote.remote, 0, 4096, token=counter.token)
+                counter.result(LONG)
+        closing.join(LONG)
+        assert closed == [False]
+    for one in (engine, a, b):
+        assert wait_for(lambda one=one: closes(one))
+    closes(other)  # too late for it, where this took long

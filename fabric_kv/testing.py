@@ -178,6 +178,10 @@ class _MemoryWatch:
         self.word = 0
         self.waiting: list[tuple[int, Event]] = []
 
+    @property
+    def step(self) -> int:
+        return self.word >> 16
+
     def set(self, step: int, layers: int) -> None:
         with self.fabric._changed:
             self.word = _word(step, layers)

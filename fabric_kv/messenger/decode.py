@@ -156,9 +156,13 @@ class DecodeMessenger(DecodeRequests):
 
         Raises
         ------
+        ConfigError
+            On the messenger's own thread.
         ClosedError
             If the engine is closed: then all pages are clean.
         """
+        if self._actor.is_current:
+            raise ConfigError("reclaim() was called on the messenger's own thread, which must not wait")
         clean: list[PoisonedPages] = []
         if self._engine.fence_means == "none":
             return clean
@@ -166,15 +170,15 @@ class DecodeMessenger(DecodeRequests):
             if not self._actor.call(partial(self._begin_reclaim, peer.epoch), ANSWER_S):
                 continue
             try:
-                proven = self._engine.fence(peer, timeout_s=timeout_s).proven
+                if not self._engine.fence(peer, timeout_s=timeout_s).proven:
+                    continue
+                # While nobody can connect to it: nothing that a new session poisons must be among these.
+                for item, slot in self._poison.take(peer.epoch):
+                    clean.append(item)
+                    if slot is not None and self._tails is not None:
+                        self._tails.reclaim(slot)
             finally:
                 self._actor.call(partial(self._end_reclaim, peer.epoch), ANSWER_S)
-            if not proven:
-                continue
-            for item, slot in self._poison.take(peer.epoch):
-                clean.append(item)
-                if slot is not None and self._tails is not None:
-                    self._tails.reclaim(slot)
         return clean
 
     def _begin_reclaim(self, epoch: bytes) -> bool:

@@ -69,8 +69,8 @@ class DecodeRequests(DecodePeers):
 
     def _give_back(self, fetching: Fetching, *, clean: bool) -> None:
         """Counters and tail slot of a request that has ended."""
-        # A fence speaks of memory: immediates may still come.
-        quiescent = clean and not fetching.fenced
+        # A fence by keys speaks of memory: immediates may still come.
+        quiescent = clean and not (fetching.fenced and self._engine.fence_means == "registrations")
         for counter in fetching.counters:
             try:
                 if counter is not None:

@@ -134,6 +134,10 @@ def check_setup(
     for region in registered:
         if region.remote.epoch != engine.epoch:
             raise ConfigError(f"{region!r} was registered with another engine")
+        if region._staging is not None:
+            raise ConfigError(
+                f"{region!r} is staged in host memory: a messenger's writes wait for layers, which it cannot"
+            )
 
 
 def check_regions(spec: CacheSpec, sizes: Sequence[Sequence[int]], side: str) -> None:

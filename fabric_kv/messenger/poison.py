@@ -67,7 +67,8 @@ class PoisonBook:
         with self._lock:
             self._entries.append((item, tail_slot))
             self._peers[item.peer] = peer
-            self._index()
+            for pages, poisoned in zip(item.pages, self._by_group, strict=True):
+                poisoned.update(pages.tolist())
 
     def take(self, epoch: bytes) -> list[tuple[PoisonedPages, int | None]]:
         """Take back what a peer might have written into, which it cannot any more; with the tail slots."""
@@ -75,7 +76,9 @@ class PoisonBook:
             taken = [entry for entry in self._entries if entry[0].peer == epoch and not entry[0].exceeded]
             self._entries = [entry for entry in self._entries if entry[0].peer != epoch or entry[0].exceeded]
             self._peers.pop(epoch, None)
-            self._index()
+            for group, poisoned in enumerate(self._by_group):
+                poisoned.clear()
+                poisoned.update(*(item.pages[group].tolist() for item, _ in self._entries))
         return taken
 
     def find(self, group: int, pages: NDArray[np.int64]) -> int | None:
@@ -83,8 +86,3 @@ class PoisonBook:
         with self._lock:
             poisoned = self._by_group[group]
             return min(poisoned.intersection(pages.tolist()), default=None) if poisoned else None
-
-    def _index(self) -> None:
-        for group, pages in enumerate(self._by_group):
-            pages.clear()
-            pages.update(*(item.pages[group].tolist() for item, _ in self._entries))

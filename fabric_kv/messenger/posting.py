@@ -109,13 +109,16 @@ class Poster:
         self._max_open = max(1, engine.options.max_transfers - max(1, engine.options.max_transfers // 8))
         self._num_open = 0
         self._will_retry = False
+        # Of these, what waits for layers takes half at most: what could go now must not wait for layers, too.
+        self._max_waiting = max(1, self._max_open // 2)
         self._backlog: deque[Submission] = deque()
+        self._ready_backlog: deque[Submission] = deque()  # What waits for no layer.
         self._tail_backlog: deque[TailSubmission] = deque()  # Of its own: a tail may wait for a slot, pages do not.
 
     @property
     def num_waiting(self) -> int:
         """Submissions in the backlog."""
-        return len(self._backlog) + len(self._tail_backlog)
+        return len(self._backlog) + len(self._ready_backlog) + len(self._tail_backlog)
 
     def apply(self, outflow: Outflow, event: ServeEvent) -> tuple[ServeEffect, ...]:
         """Step the request's machine."""
@@ -126,7 +129,8 @@ class Poster:
     def post(self, submissions: Iterable[Submission]) -> bool:
         """Post what the engine takes and keep the rest; False if something is kept. Never blocks."""
         with self.lock:
-            self._backlog.extend(submissions)
+            for item in submissions:
+                (self._ready_backlog if item.watch is None else self._backlog).append(item)
             return self.retry()
 
     def post_tail(self, submission: TailSubmission) -> bool:
@@ -138,8 +142,9 @@ class Poster:
     def retry(self) -> bool:
         """Try the backlog again; False if something is left."""
         with self.lock:
-            while self._backlog and self._post_pages(self._backlog[0]):
-                self._backlog.popleft()
+            for backlog in (self._ready_backlog, self._backlog):
+                while backlog and self._post_pages(backlog[0]):
+                    backlog.popleft()
             while self._tail_backlog and self._post_tail(self._tail_backlog[0]):
                 self._tail_backlog.popleft()
             return not self.num_waiting
@@ -149,6 +154,7 @@ class Poster:
         with self.lock:
             # Posting them would be skipped anyway; a backlog that does not move must not keep them alive.
             self._backlog = deque(item for item in self._backlog if item.outflow is not outflow)
+            self._ready_backlog = deque(item for item in self._ready_backlog if item.outflow is not outflow)
             self._tail_backlog = deque(item for item in self._tail_backlog if item.outflow is not outflow)
             transfers = list(outflow.open)
         for transfer in transfers:
@@ -159,6 +165,8 @@ class Poster:
             peer = item.outflow.peer
             return self._engine.submit(peer, item.pieces, token=item.token, watch=item.watch, step=item.step)
 
+        if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.serve.may_post:
+            return False
         return self._try_post(item.outflow, submit, slot=None)
 
     def _post_tail(self, item: TailSubmission) -> bool:

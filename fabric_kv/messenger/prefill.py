@@ -101,6 +101,11 @@ class PrefillMessenger(PrefillRequests):
         """
         if watch is not None and watch._engine is not self._engine:
             raise ConfigError("the watch was made by another engine")
+        if watch is not None and watch.step > self._steps.last_number:
+            raise ConfigError(
+                f"the word is at step {watch.step} already, and this is step {self._steps.last_number + 1}: its layers"
+                " would go at once. Hint: set the word to 0"
+            )
         with self._poster.lock:
             active = self._active_chunks(chunks)
         submissions: list[Submission] = []
@@ -123,12 +128,15 @@ class PrefillMessenger(PrefillRequests):
             if submissions:
                 word = watch or self._engine.watch()
                 for submission in submissions:
-                    submission.watch, submission.step = word, step
+                    if any(piece.layer for piece in submission.pieces):
+                        submission.watch, submission.step = word, step
                 if watch is None:
                     self._steps.open(step, word, submissions)
-                if not self._poster.post(submissions):
-                    self._counts["backlogged"] += 1
-            return step
+        # One by one, so that others who want the lock do not wait for all of them.
+        for submission in submissions:
+            if not self._poster.post([submission]):
+                self._counts["backlogged"] += 1
+        return step
 
     def layer_done(self, step: int, layer: int) -> None:
         """Let a layer's pages go: the model has finished them for all chunks of the step. Never blocks.
@@ -143,8 +151,8 @@ class PrefillMessenger(PrefillRequests):
         """
         if not 0 <= layer < self._spec.layout.num_layers:
             raise ConfigError(f"layer={layer} is out of range: it must lie in [0, {self._spec.layout.num_layers})")
-        with self._poster.lock:
-            if not self._steps.layer_done(step, layer):
+        if not self._steps.layer_done(step, layer):
+            with self._poster.lock:
                 self._counts["idle_layers"] += 1
 
     def finish(self, key: RequestKey, tail: ArrayLike | None = None) -> None:
@@ -181,12 +189,15 @@ class PrefillMessenger(PrefillRequests):
     def fail(self, key: RequestKey, reason: str) -> None:
         """Give an accepted request up; decode is told why once its writes are retired. Never blocks.
 
-        Ends in ``on_failed``, unless the request ended otherwise before.
+        Ends in ``on_failed``, unless the request ended otherwise before. Where a word says how far steps are, call it
+        before the word goes on to the next step: that one says that the layers of this one are done.
         """
         with self._poster.lock:
             serving = self._find(key)
         if serving is not None:
             self._actor.post(partial(self._apply, serving, FailAsked(reason[: wire.MAX_REASON_CHARS])))
+            # At once: what waits for a word must not go by whatever the word says next.
+            self._poster.stop(serving)
 
     def _active_chunks(self, chunks: Sequence[Chunk]) -> list[tuple[Serving, Chunk]]:
         """Chunks of requests that may still post, after a check of their order."""

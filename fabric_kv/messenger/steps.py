@@ -9,7 +9,7 @@ layers from the first on, so that a layer is written once it and all before it t
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,12 @@ class _Open:
 
 
 class Steps:
-    """Steps by number. The caller holds the poster's lock."""
+    """Steps by number. Threads: any; a lock of its own, so that a layer that is done never waits for others to post."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
-        self._numbers = itertools.count(1)
+        self.last_number = 0
 
     @property
     def num_open(self) -> int:
@@ -42,7 +43,9 @@ class Steps:
 
     def new_number(self) -> int:
         """The next step's number."""
-        return next(self._numbers)
+        with self._lock:
+            self.last_number += 1
+            return self.last_number
 
     def open(self, step: int, watch: Watch, submissions: Iterable[Submission]) -> None:
         """From now on ``layer_done`` moves the watch that these submissions wait for."""
@@ -51,24 +54,27 @@ class Steps:
             layers = open_.layers.setdefault(submission.outflow, set())
             layers.update(piece.layer - 1 for piece in submission.pieces if piece.layer)
         open_.left = set().union(*open_.layers.values())
-        if open_.left:
-            self._open[step] = open_
+        with self._lock:
+            if open_.left:
+                self._open[step] = open_
 
     def layer_done(self, step: int, layer: int) -> bool:
         """Let what waits for a layer go; False if nothing does."""
-        open_ = self._open.get(step)
-        if open_ is None or layer not in open_.left:
-            return False
-        open_.left.discard(layer)
-        self._advance(step, open_)
-        return True
+        with self._lock:
+            open_ = self._open.get(step)
+            if open_ is None or layer not in open_.left:
+                return False
+            open_.left.discard(layer)
+            self._advance(step, open_)
+            return True
 
     def forget(self, outflow: Outflow) -> None:
         """Drop a request that ended: nobody need report the layers that it alone had."""
-        for step, open_ in list(self._open.items()):
-            if open_.layers.pop(outflow, None) is not None:
-                open_.left &= set().union(*open_.layers.values())
-                self._advance(step, open_)
+        with self._lock:
+            for step, open_ in list(self._open.items()):
+                if open_.layers.pop(outflow, None) is not None:
+                    open_.left &= set().union(*open_.layers.values())
+                    self._advance(step, open_)
 
     def _advance(self, step: int, open_: _Open) -> None:
         if open_.left:

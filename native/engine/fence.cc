@@ -9,6 +9,7 @@ namespace fkv {
 namespace {
 
 constexpr std::int64_t kLookEveryNs = kMillisecond;
+constexpr std::int64_t kLeastDrainNs = 200 * kMillisecond;
 constexpr std::int64_t kLookForExitNs = 20 * kMillisecond;  // at a stretch: close() need not wait longer for us
 
 // One would do but for payloads that come in parts: what is there of these is taken after the commands.
@@ -126,7 +127,8 @@ Fence Engine::fence_by_exit(const Peer& peer, std::int64_t deadline_ns) {
     if (!wait_until(deadline_ns, [&] { return process.exited(std::min(deadline_ns - now_ns(), kLookForExitNs)); }))
         return answer(false, who + " has not exited in time");
     try {
-        if (drain_queues(deadline_ns))
+        // A word of ours needs a moment to go round, however impatient the caller is.
+        if (drain_queues(std::max(deadline_ns, now_ns() + kLeastDrainNs)))
             return answer(true, who + " has exited, and the NICs' queues were drained since");
     } catch (const Error& error) {
         check_open();

@@ -217,7 +217,11 @@ PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
     if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
     if (transfer.kind == Transfer::Kind::kFlush) return post_flush(transfer, now);
     for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
-        if (transfer.watch && !transfer.has_planned && !layer_is_done(transfer)) return PostResult::kAgain;
+        if (transfer.watch && !transfer.has_planned) {
+            if (!layer_is_done(transfer)) return PostResult::kAgain;
+            // After the word was read: who cancels before the word goes on is sure that nothing goes by it.
+            if (transfer.cancelled.load()) return PostResult::kAgain;
+        }
         if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
             transfer.all_posted = true;
             return PostResult::kOk;

@@ -42,6 +42,11 @@ class Sender {
     bool anything_outstanding() const;
     // Whether a transfer waits for a watch's word, which nobody need tell us of.
     bool anything_parked() const { return !parked_.empty(); }
+    // Whether a word has come to what a transfer waits for.
+    bool anything_reached() const {
+        return std::any_of(parked_.begin(), parked_.end(),
+                           [](const auto& entry) { return entry.first->word() >= entry.second.next; });
+    }
     // Whether a transfer waits for a word whose change wakes nobody.
     bool anything_to_watch() const {
         return std::any_of(parked_.begin(), parked_.end(), [](const auto& entry) { return entry.first->is_polled(); });

@@ -23,12 +23,12 @@ class Watch {
     static constexpr std::uint64_t pack(std::uint64_t step, std::uint64_t layers) {
         return step << kLayerBits | layers;
     }
-    // Releases what the caller has written before. A store, since each step starts at 0 layers anew.
-    void set(std::uint64_t step, std::uint64_t layers) {
-        std::atomic_ref(*word_).store(pack(step, layers), std::memory_order_release);
-    }
+    // Releases what the caller has written before. A store, since each step starts at 0 layers anew. In the one order
+    // of all (seq_cst), as word(): whoever sets it and sees a thread awake knows that the thread will see the word
+    // before it sleeps.
+    void set(std::uint64_t step, std::uint64_t layers) { std::atomic_ref(*word_).store(pack(step, layers)); }
     // Acquires what was written before the word was.
-    std::uint64_t word() const { return std::atomic_ref(*word_).load(std::memory_order_acquire); }
+    std::uint64_t word() const { return std::atomic_ref(*word_).load(); }
     bool is_polled() const { return is_polled_; }
 
     // Words of one watch are compared as they are: a later step is larger, whatever its layers.

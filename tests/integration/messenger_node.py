@@ -165,13 +165,13 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp"):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
         self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
         self.tails = TailPool(self.engine, "float32", (5,))
         regions = [[self.engine.register(array)] for array in self.arrays]
-        self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, BOUNDS)
+        self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)
         self.addresses = []
         self.lock = threading.Lock()
 

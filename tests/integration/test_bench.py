@@ -286,13 +286,13 @@ def test_an_initiator_hears_that_its_target_has_ended(provider: Provider) -> Non
 
 @tcp_only
 def test_a_stopped_target_is_given_up(provider: Provider) -> None:
-    with started(*LOOPBACK, "--op", "write", *ENDLESS, "--timeout", "1") as initiator:
+    with started(*LOOPBACK, "--op", "write", *ENDLESS, "--timeout", "5") as initiator:
         read_until(initiator, "page.B.")
         (target,) = children(initiator.pid)
         os.kill(target, signal.SIGSTOP)
         _, errors = initiator.communicate(timeout=LONG)
         assert initiator.returncode == 1
-        assert re.search(r"nothing has happened for 1 s: \d+ iterations posted|has not answered for", errors)
+        assert re.search(r"nothing has happened for|has not answered for", errors)
         wait_until_gone(target)
 
 

@@ -65,7 +65,7 @@ def test_reads_and_writes_cross_borders_of_registrations_on_any_rails(seed: int)
         a.read_pages(peer, src, remote, order, np.arange(NUM_PAGES), page_bytes=PAGE).result(20)
         assert (source[order] == target).all()
         used = [rail["ops"] for rail in a.describe()["groups"][0]["rails"]]
-        assert min(used) > 0, used
+        assert sum(ops > 0 for ops in used) >= 2, used  # the third is for when these are busy
         assert b.describe()["groups"][0]["violations"] == 0
 
 

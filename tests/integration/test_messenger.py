@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,10 +21,11 @@ from fabric_kv.errors import (
     RequestRejectedError,
     RequestTimeoutError,
 )
-from fabric_kv.messenger import RequestState
+from fabric_kv.messenger import Chunk, RequestState
 
 from .child import LONG, ChildProcess
-from .messenger_node import DecodeNode
+from .engine_peer import wait_for
+from .messenger_node import BOUNDS, DecodeNode, PrefillNode
 
 
 class Child(ChildProcess):
@@ -112,6 +114,30 @@ def test_layers_follow_a_word_that_something_else_bumps(start):
     assert decode.canaries_intact()
 
 
+def test_a_step_that_failed_is_not_written_when_the_word_goes_on(start):
+    """The next step's word says that all layers of this one are done, which they are not."""
+    node = PrefillNode(1)
+    try:
+        decode = start("here", 1)
+        peer = decode.messenger.connect(node.engine.address)
+        node.allow(0)
+        word = np.zeros(1, np.uint64)
+        watch = node.engine.watch(word)
+        for number in range(40):
+            handle = decode.submit(peer, number, 16)
+            assert wait_for(lambda: node.pages)
+            ((key, pages),) = node.pages.items()
+            step = node.messenger.begin_step([Chunk(key, 0, 16, [pages], True)], watch=watch)
+            word[0] = step << 16 | 1
+            node.messenger.fail(key, "the model failed")
+            word[0] = (step + 1) << 16
+            assert isinstance(handle.exception(LONG), RequestFailedError)
+            assert wait_for(lambda: not node.pages)
+            word[0] = step << 16  # for the next step's number
+    finally:
+        node.close()
+
+
 @pytest.mark.parametrize(("prefill_nics", "decode_nics"), [(3, 3), (3, 1), (1, 2)])
 def test_pages_arrive_whole_over_several_nics(start, prefill_nics, decode_nics):
     prefill, decode = start("prefill", 3, prefill_nics), start("here", 1, num_nics=decode_nics)
@@ -195,10 +221,11 @@ def test_sigkill_of_prefill_halfway_ends_the_request_and_a_new_one_serves(halfwa
     next_one_works(again, decode, decode.messenger.connect(again.address))
 
 
-@pytest.fixture
-def halfway_shm(start):
-    """Over shared memory, where the end of a process proves that it writes no more."""
-    prefill, decode = start("prefill", 3, provider="shm"), start("here", 1, provider="shm")
+@pytest.fixture(params=[LONG])
+def halfway_shm(start, request):
+    """Over shared memory, where the end of a process proves that it writes no more; the parameter bounds the fence."""
+    bounds = msgspec.structs.replace(BOUNDS, fence_s=request.param)
+    prefill, decode = start("prefill", 3, provider="shm"), start("here", 1, provider="shm", bounds=bounds)
     prefill.do(do="allow", chunks=1)
     handle = decode.submit(decode.messenger.connect(prefill.address), 0, 200)
     prefill.wait_for("chunk")
@@ -220,6 +247,7 @@ def test_sigkill_of_prefill_over_shm_hands_back_clean_pages(halfway_shm):
     assert decode.canaries_intact()
 
 
+@pytest.mark.parametrize("halfway_shm", [0.2], indirect=True)
 def test_a_stopped_prefill_over_shm_keeps_pages_until_it_is_dead(halfway_shm):
     prefill, decode, handle = halfway_shm
     prefill.signal(signal.SIGSTOP)
@@ -229,8 +257,12 @@ def test_a_stopped_prefill_over_shm_keeps_pages_until_it_is_dead(halfway_shm):
     assert decode.messenger.reclaim() == []
     assert decode.messenger.state()["poisoned_pages"] == 13
     prefill.signal(signal.SIGKILL)
-    (item,) = decode.messenger.reclaim(timeout_s=LONG)
-    assert item.request_id == "r0"
+    prefill.process.wait(LONG)
+    before = decode.engine.describe()["groups"][0]["counters_poisoned"]
+    found = []
+    assert wait_for(lambda: found.extend(decode.messenger.reclaim()) or found)
+    assert [item.request_id for item in found] == ["r0"]
+    assert decode.engine.describe()["groups"][0]["counters_poisoned"] == before, "the fence has used up a counter"
     assert decode.messenger.state()["poisoned_pages"] == 0
 
 

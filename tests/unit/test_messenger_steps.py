@@ -82,3 +82,14 @@ def test_a_watch_of_another_engine_is_refused(seed):
     sim = Sim(seed)
     with pytest.raises(ConfigError, match="another engine"):
         sim.prefill.begin_step([], watch=SimpleNamespace(_engine=object()))
+
+
+def test_a_word_that_is_ahead_is_refused(seed):
+    from .messenger_sim import Sim
+
+    sim = Sim(seed)
+    for ahead in (1, 1000):
+        with pytest.raises(ConfigError, match="set the word to 0"):
+            sim.prefill.begin_step([], watch=SimpleNamespace(_engine=sim.prefill_engine, step=ahead))
+    assert sim.prefill.begin_step([], watch=SimpleNamespace(_engine=sim.prefill_engine, step=0)) == 1
+    assert sim.prefill.begin_step([], watch=SimpleNamespace(_engine=sim.prefill_engine, step=1)) == 2

@@ -12,8 +12,6 @@ from .messenger_sim import Sim
 LINE = re.compile(
     r"side=(\w+) request=(.+) generation=\d+ peer=\w{8} outcome=(\w+) pages_clean=(\w+) tokens=(\d+) total_ms="
 )
-    r"side=(\w+) request=(.+) generation=\d+ peer=\w{8} outcome=(\w+) pages_clean=(\w+) tokens=(\d+) total_ms="
-)
 
 
 def lines(caplog):

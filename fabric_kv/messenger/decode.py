@@ -188,9 +188,6 @@ class DecodeMessenger(DecodeRequests):
         self._fencing[epoch] = None
         return True
 
-    def _end_reclaim(self, epoch: bytes) -> None:
-        self._fencing.pop(epoch, None)
-
     def _check_not_poisoned(self, fetching: Fetching) -> None:
         for index, pages in enumerate(fetching.pages):
             if (page := self._poison.find(index, pages)) is not None:

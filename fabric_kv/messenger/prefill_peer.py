@@ -18,7 +18,7 @@ from ..sharding import CacheSpec, SourcePicker, TransferPlan, plan_transfer
 from . import wire
 from .actor import Actor, Timer
 from .base import ANSWER_S, Messenger
-from .peers import Link, check_setup
+from .peers import RETRY_S, Link, check_setup
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -145,7 +145,12 @@ class DecodePeers(Messenger):
                 self._wait_for_reply(known, address, bound, future)
             return
         if epoch in self._fencing:
-            future.set_exception(_unreachable(address, "it was lost, and what it has posted is being fenced off"))
+            # The fence would take the new session's keys, too.
+            if bound > 0:
+                again = partial(self._connect, address, epoch, bound - RETRY_S, future)
+                self._actor.after(RETRY_S, again)
+            else:
+                future.set_exception(_unreachable(address, "it was lost, and what it has posted is being fenced off"))
             return
         native: Peer | None = None
         try:
@@ -235,6 +240,14 @@ class DecodePeers(Messenger):
         if self._peers.get(peer.epoch) is peer:
             del self._peers[peer.epoch]
             self._remove_peer(peer._link)
+            if not peer._open and self._engine.fence_means == "registrations":
+                # Nothing of it is in flight: only its keys are to be taken back.
+                self._fencing[peer.epoch] = None
+                fence = partial(self._engine.fence, peer._link.peer, timeout_s=0.0)
+                self._actor.aside(fence, lambda _: self._end_reclaim(peer.epoch))
+
+    def _end_reclaim(self, epoch: bytes) -> None:
+        self._fencing.pop(epoch, None)
 
     def _on_link_broken(self, link: Link, reason: str) -> None:
         peer = self._peers.get(link.peer.epoch)

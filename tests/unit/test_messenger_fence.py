@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from fabric_kv.errors import ConfigError, PeerLostError, PeerUnreachableError
+from fabric_kv.errors import ConfigError, PeerLostError
 from fabric_kv.messenger.poison import PoisonBook, PoisonedPages
 from fabric_kv.transfers import Peer
 
@@ -97,8 +97,22 @@ def test_nobody_connects_while_a_fence_is_under_way(seed):
 
     sim.decode_engine.fence = fence
     lose_halfway(sim)
-    with pytest.raises(PeerUnreachableError, match="being fenced off"):
-        seen[0].result(0)
+    assert not seen[0].done(), "it would lose its keys to the fence"
+    sim.fabric.hold_writes = False
+    sim.run(seen[0].done)
+    assert seen[0].result(0).alive
+
+
+def test_a_peer_that_leaves_gives_its_keys_back(seed):
+    sim = Sim(seed, prove_fences=1.0)
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert sim.decode_engine._keys_of
+    sim.prefill._begin_close(0.0)
+    sim.run(lambda: not sim.peer.alive)
+    sim.settle()
+    assert not sim.decode_engine._keys_of
+    assert not sim.decode._fencing
 
 
 @pytest.mark.parametrize("run", range(4))

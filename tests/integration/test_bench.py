@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,15 +164,21 @@ def test_a_terminal_gets_a_progress_bar(provider: Provider) -> None:
         command = [*COMMAND, *LOOPBACK, "-b", "4K", "-n", "20"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment)
         os.close(theirs)
+        drawn: list[bytes] = []
+
+        def read_terminal() -> None:
+            with contextlib.suppress(OSError):  # EIO: the other end has closed
+                while data := terminal.read(4096):
+                    drawn.append(data)
+
+        reader = threading.Thread(target=read_terminal)
+        reader.start()  # beside the other pipe: a terminal that nobody reads is full soon
         with process:
             assert process.stdout
             output = process.stdout.read()
-        drawn = b""
-        with contextlib.suppress(OSError):  # EIO: the other end has closed
-            while data := terminal.read(4096):
-                drawn += data
+        reader.join(LONG)
     assert process.returncode == 0
-    assert b"paged 4K x 64" in drawn
+    assert b"paged 4K x 64" in b"".join(drawn)
     assert len(rows(output)) == 1
 
 

@@ -66,7 +66,7 @@ class Dispatcher:
         self._manual = options.dispatch == "manual"
         self.transfers: dict[int, Transfer] = {}  # guarded by lock
         self.counters: dict[tuple[int, int, int], Counter] = {}  # guarded by lock
-        # Makes what has arrived in a group visible where it must be, before a counter of that group ends.
+        # Makes what has arrived in a group visible where it must be, before a counter or a read of that group ends.
         self.before_ready: Callable[[int], None] = _nothing
         self.on_peer_lost: Callable[[bytes, str], None] | None = None
         self.on_notify: Callable[[int, int], None] | None = None
@@ -246,7 +246,7 @@ class Dispatcher:
             return
         transfer._keep = None
         if outcome == _OK:
-            transfer._succeed(None)
+            self._succeed_when_visible(transfer, transfer._reads_into)
             return
         about: dict[str, Any] = {
             "transfer_id": id_,
@@ -276,17 +276,22 @@ class Dispatcher:
         else:
             transfer._fail(ClosedError(f"the engine was closed while {transfer!r} was open"))
 
+    def _succeed_when_visible(self, item: Transfer | Counter, group: int | None) -> None:
+        """End what has brought data into a group's memory; None: into nobody's here."""
+        try:
+            if group is not None:
+                self.before_ready(group)
+        except FabricKVError as error:
+            item._fail(error)
+        else:
+            item._succeed(None)
+
     def _end_counter(self, group: int, slot: int, generation: int, fired: bool) -> None:
         with self.lock:
             counter = self.counters.get((group, slot, generation))
         if counter is None:
             return
         if fired:
-            try:
-                self.before_ready(group)
-            except FabricKVError as error:
-                counter._fail(error)
-            else:
-                counter._succeed(None)
+            self._succeed_when_visible(counter, group)
         else:
             counter._fail(ProtocolError(f"{counter!r}: more units arrived than were expected"))

@@ -833,6 +833,7 @@ class Engine:
         encoded, lists, keep, nbytes = encode_pieces(self, [piece], None)
         native = [(peer._native, encoded, lists, _NO_TOKEN, None, 0)]
         transfer = Transfer(self, peer, nbytes, keep, deadline_s)
+        transfer._reads_into = piece.src.remote.group
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
 
     def _cancel(self, transfer: Transfer) -> None:

@@ -227,6 +227,7 @@ class Transfer(Completion[None]):
         self._engine = engine
         self._native: _native.Transfer  # set while submitting
         self._keep = keep  # the regions, until the end
+        self._reads_into: int | None = None  # of a read: the device group that its data arrives in
         self.peer = peer
         self.nbytes = nbytes
 

@@ -55,6 +55,9 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
     unseen = there.counter(unit_bytes=4096, expected_units=1)
     here.write(peer, src, 0, dst.remote, 0, 4096, token=unseen.token).result(30)
     print("unseen", type(unseen.exception(30)).__name__)
+    cuda.standin_fail(b"cuFlushGPUDirectRDMAWrites", 999, 0)
+    read = there.read(there.add_peer(here.address), dst, 0, src.remote, 0, 4096)
+    print("unread", type(read.exception(30)).__name__)
     again = target.region(there)          # the same buffer: the same registration
     print("same", again.remote == dst.remote)
     bare = there.register((target.address + 100, handle, "cuda"))
@@ -117,6 +120,7 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(
         f"ends {(handle, 2 * handle, 3 * handle)}",
         "flushes 1",
         "unseen DeviceError",
+        "unread DeviceError",
         "same True",
         f"bare {(handle - 100, handle)} True",
         "failed DeviceError",

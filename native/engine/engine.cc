@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <chrono>
 #include <random>
 #include <set>
+#include <utility>
 
 namespace fkv {
 namespace {
@@ -214,9 +216,12 @@ void Engine::deregister(const std::shared_ptr<Region>& region) {
     if (const auto uses = region->drop())
         throw Error(ErrorKind::kConfig, "the region of " + std::to_string(region->nbytes) + " bytes is in use by " +
                                             std::to_string(uses) + " part(s) of transfers in flight");
+    // Closed without the lock: a provider may take long.
+    Registrations rails;
+    decltype(region->shares) shares;
     std::lock_guard lock(mutex_);
-    region->rails.clear();
-    region->shares.clear();
+    rails.swap(region->rails);
+    shares.swap(region->shares);
 }
 
 RemoteRegion Engine::describe_region(const Region& region) const {
@@ -247,7 +252,7 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
         }
         peer = known;
     }
-    if (monitor && !groups_[0]->run_soon([this, peer] { groups_[0]->monitor(peer); }))
+    if (monitor && !groups_[0]->run_soon([group = groups_[0].get(), peer] { group->monitor(peer); }))
         throw Error(ErrorKind::kWouldBlock, "the engine's queue of calls is full");
     return peer;
 }
@@ -469,7 +474,12 @@ void Engine::close(std::int64_t drain_ns) {
     if (in_child()) return;
     closed_.store(true);
     {
-        std::unique_lock wait(registering_);  // a NIC must not be closed under a registration
+        // A NIC must not be closed under a registration.
+        std::unique_lock wait(registering_, std::chrono::nanoseconds(groups_[0]->options().end_ns));
+        if (!wait)
+            throw Error(
+                ErrorKind::kStuck,
+                "the engine could not be closed: a registration, or its end, has not returned from the provider");
     }
     // All groups drain at the same time.
     for (auto& group : groups_) group->begin_close(drain_ns);
@@ -480,9 +490,11 @@ void Engine::close(std::int64_t drain_ns) {
         if (is_closed.back()) continue;
         if (auto where = group->stuck(now_ns(), 0)) stuck = std::move(where->where);
     }
+    // Registrations go now that the endpoints are closed, and before the NICs' domains; the memory itself is the
+    // caller's again.
+    std::vector<Registrations> rails;
+    std::vector<decltype(Region::shares)> shares;
     {
-        // Registrations go now that the endpoints are closed, and before the NICs' domains; the memory itself is the
-        // caller's again.
         std::lock_guard lock(mutex_);
         std::erase_if(regions_, [&](const auto& weak) {
             auto region = weak.lock();
@@ -492,8 +504,8 @@ void Engine::close(std::int64_t drain_ns) {
             }
             if (region) {
                 mark_stuck(region, false);
-                region->rails.clear();
-                region->shares.clear();
+                rails.push_back(std::exchange(region->rails, {}));
+                shares.push_back(std::exchange(region->shares, {}));
             }
             return true;
         });

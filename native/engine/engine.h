@@ -162,7 +162,7 @@ class Engine {
 
     const std::size_t max_peer_registrations_;
     const std::shared_ptr<ShareCounts> share_counts_;
-    std::shared_mutex registering_;  // shared while a registration is made, so that close() can wait for it
+    std::shared_timed_mutex registering_;  // shared while a registration is made, so that close() can wait for it
     mutable std::mutex mutex_;
     std::map<Epoch, std::shared_ptr<Peer>> peers_;   // guarded by mutex_
     std::vector<std::weak_ptr<Region>> regions_;     // guarded by mutex_

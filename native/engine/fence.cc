@@ -62,9 +62,13 @@ RemoteRegion Engine::share_region(const std::shared_ptr<Region>& region, const s
 void Engine::close_shares(const std::shared_ptr<Peer>& peer) {
     std::shared_lock registering(registering_);
     check_open();
+    std::vector<std::unique_ptr<Share>> shares;  // closed without the lock
     std::lock_guard lock(mutex_);
-    for (auto& weak : regions_)
-        if (auto region = weak.lock()) region->shares.erase(peer->epoch);
+    for (auto& weak : regions_) {
+        const auto region = weak.lock();
+        if (!region) continue;
+        if (auto share = region->shares.extract(peer->epoch)) shares.push_back(std::move(share.mapped()));
+    }
 }
 
 bool Engine::wait_until(std::int64_t deadline_ns, const std::function<bool()>& done) {

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import queue
 import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: one core a process, or they fight for both
 
 import numpy as np
 from toy_model import PAGE, Sequence, Toy, arrivals, report

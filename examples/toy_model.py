@@ -7,11 +7,8 @@ Every token depends on the whole cache before it, exactly: two runs agree if and
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one core a process: what is compared is who runs what
 
 import numpy as np
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from .. import __version__
@@ -21,7 +21,7 @@ from .side import Side
 from .wire import MAGIC, VERSION, Bye, Finished, Go, Hello, Opened, Phase, Ready, Setup
 from .workload import Fabric, Workload
 
-__all__ = ["SETUP_S", "Initiator", "exchange_hellos", "open_side"]
+__all__ = ["SETUP_S", "Initiator", "exchange_hellos", "open_side", "part"]
 
 #: Opening NICs and registering memory may take this long.
 SETUP_S = 60.0
@@ -209,17 +209,22 @@ class Initiator:
                 )
 
     def _end(self, error: BaseException | None) -> None:
-        for channel in self._channels:
-            if error is None:
-                with contextlib.suppress(FabricKVError):
-                    channel.send(Bye(self._wrong_pages))
-            else:
-                channel.abort(explain(error))
+        part(self._channels, error, self._wrong_pages)
         self._stack.close()
         if error is not None and hasattr(self, "side"):
             for link in self.side.links:
                 if hasattr(link, "opened"):
                     remove_shm_names(link.opened.shm_names)
+
+
+def part(channels: Iterable[Channel], error: BaseException | None, wrong_pages: int) -> None:
+    """Say goodbye to the targets, or why there is nothing more to come."""
+    for channel in channels:
+        if error is None:
+            with contextlib.suppress(FabricKVError):
+                channel.send(Bye(wrong_pages))
+        else:
+            channel.abort(explain(error))
 
 
 def explain(error: BaseException) -> str:

@@ -21,11 +21,11 @@ from ..sharding import plan_transfer
 from ..transfers import PagePiece, Peer
 from .channel import Channel
 from .decode_end import CANCEL_S, make_opened
-from .initiator import exchange_hellos, explain
+from .initiator import exchange_hellos, part
 from .model import Cache, ModelWork, layer_moves
 from .opened import describe_rails, open_engine, remove_shm_names
 from .request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
-from .wire import Bye, Clock, LayerAsk, LayerReady, MessengerSetup, Opened, Regions, RequestsAsk, Served
+from .wire import Clock, LayerAsk, LayerReady, MessengerSetup, Opened, Regions, RequestsAsk, Served
 from .workload import Fabric
 
 __all__ = ["PrefillEnd"]
@@ -196,12 +196,7 @@ class PrefillEnd:
         return _Decoder(channel, opened, self.engine.add_peer(opened.address), regions, offset, best // 2)
 
     def _end(self, error: BaseException | None) -> None:
-        for channel in self._channels:
-            if error is None:
-                with contextlib.suppress(FabricKVError):
-                    channel.send(Bye(self._wrong_pages))
-            else:
-                channel.abort(explain(error))
+        part(self._channels, error, self._wrong_pages)
         self._stack.close()
         if error is not None:
             for decoder in self._decoders:

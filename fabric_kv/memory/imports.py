@@ -295,7 +295,8 @@ def import_buffers(
         buffers: dict[str, SharedBuffer] = {}
         undo.callback(_close_all, buffers)
         conversation = _Conversation(owner, deadline)
-        welcome, _ = conversation.ask(wire.Hello(epoch), wire.Welcome)
+        welcome, fds = conversation.ask(wire.Hello(epoch), wire.Welcome)
+        wire.no_descriptors(fds, path)
         owner.label = welcome.label
         for index in range(welcome.num_buffers):
             name, buffer = conversation.fetch(index)

@@ -296,7 +296,8 @@ class BufferServer:
             offered = list(self._buffers.items())
         welcomed = False
         while True:
-            frame, _ = wire.receive(connection, wire.ToServer, self.path)
+            frame, fds = wire.receive(connection, wire.ToServer, self.path)
+            wire.no_descriptors(fds, self.path)
             if frame is None:
                 return False
             body = frame.body

@@ -209,6 +209,20 @@ def receive(connection: socket.socket, kind: type[_Frame], path: str) -> tuple[_
         raise
 
 
+def no_descriptors(fds: Sequence[int], path: str) -> None:
+    """Close descriptors that came where none belong.
+
+    Raises
+    ------
+    SharingError
+        If there are any.
+    """
+    for fd in fds:
+        os.close(fd)
+    if fds:
+        raise SharingError(f"{len(fds)} descriptors came with a frame that has none", path=path, reason="protocol")
+
+
 def is_gone(error: OSError) -> bool:
     """Whether it says that the other end has closed or died."""
     return error.errno in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)

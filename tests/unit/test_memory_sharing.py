@@ -296,6 +296,21 @@ def test_garbage_harms_nobody(path: str, garbage: bytes, buffers: dict[str, Host
         import_buffers(path, timeout_s=LONG).close()
 
 
+def test_descriptors_where_none_belong_are_closed(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with BufferServer(path, buffers), wire.new_socket() as liar:
+        liar.settimeout(LONG)
+        liar.connect(path)
+        ours, theirs = os.pipe()
+        wire.send(liar, wire.Hello(None), [theirs] * 10)
+        answer, _ = wire.receive(liar, wire.FromServer, path)
+        assert answer is not None
+        assert isinstance(answer.body, wire.Refused)
+        assert answer.body.reason == "protocol"
+        os.close(theirs)
+        assert os.read(ours, 1) == b"", "the server keeps the other end"
+        os.close(ours)
+
+
 @contextlib.contextmanager
 def lying_server(path: str, *answers: Callable[[socket.socket], None]) -> Iterator[None]:
     """Says what it likes, one answer a frame."""

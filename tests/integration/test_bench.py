@@ -27,6 +27,7 @@ from fabric_kv.bench.stamps import stamp
 from fabric_kv.errors import ConfigError
 
 from .conftest import Provider
+from .shm_queue import stop_without_locks
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 60.0
@@ -324,6 +325,9 @@ def test_nothing_is_left_behind(
         (target,) = children(initiator.pid)
         assert shm_of(initiator.pid)
         assert shm_of(target)
+        if number == signal.SIGKILL:
+            ours, theirs = (target, initiator.pid) if whom == "target" else (initiator.pid, target)
+            stop_without_locks(ours, [theirs])
         os.kill(target if whom == "target" else initiator.pid, number)
         output, errors = initiator.communicate(timeout=LONG)
         assert initiator.returncode == status, output + errors

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
-import struct
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,45 +14,16 @@ from fabric_kv.engine import Engine, _kept
 from fabric_kv.errors import ClosedError, StuckError
 
 from .engine_peer import LONG, wait_for
-
-# struct smr_region in libfabric 1.17's include/ofi_shm.h: the lock that whoever writes to us takes, a
-# pthread_spinlock_t of glibc on x86-64: 1 is free, 0 and below is taken. After it, a flag that makes the owner look.
-_LOCK_AT = 24
-_SIGNAL_AT = 28
-
-
-@contextmanager
-def held_lock(name: str) -> Iterator[None]:
-    """Hold the lock of an shm endpoint's queue, as a peer does for ever that is killed with it."""
-    with Path(f"/dev/shm/{name}").open("r+b", buffering=0) as queue:
-
-        def put(value: int, at: int = _LOCK_AT) -> None:
-            os.pwrite(queue.fileno(), struct.pack("i", value), at)
-
-        def taken() -> bool:
-            return bool(struct.unpack("i", os.pread(queue.fileno(), 4, _LOCK_AT))[0] <= 0)
-
-        def take() -> bool:
-            put(0)  # in vain where the engine has it and is about to release it
-            time.sleep(0.05)
-            put(1, _SIGNAL_AT)
-            return taken()
-
-        assert wait_for(take)
-        try:
-            yield
-        finally:
-            put(1)
+from .shm_queue import held_lock, knows_locks
 
 
 def open_shm(**options: Any) -> tuple[Engine, str]:
     """An engine and the name of its queue in /dev/shm."""
     before = set(os.listdir("/dev/shm"))
     engine = Engine(provider="shm", options=EngineOptions(stall_s=0.2, close_s=0.5, **options))
-    version = engine.describe()["libfabric"]["version"]
-    if not version.startswith("1.17") or platform.machine() != "x86_64":
+    if not knows_locks():
         engine.close()
-        pytest.skip(f"knows where the lock is in libfabric 1.17 on x86_64; this is {version} on {platform.machine()}")
+        pytest.skip(f"knows where the lock is in libfabric 1.17 on x86_64; this is {engine.describe()['libfabric']}")
     (name,) = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"{os.getpid()}-")}
     return engine, name
 

@@ -1,6 +1,7 @@
 """Two processes over libfabric's tcp: tensor parallelism of all kinds, and every way in which a request can end."""
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from fabric_kv.messenger import Chunk, RequestState
 from .child import LONG, ChildProcess
 from .engine_peer import wait_for
 from .messenger_node import BOUNDS, DecodeNode, PrefillNode
+from .shm_queue import stop_without_locks
 
 
 class Child(ChildProcess):
@@ -236,6 +238,7 @@ def halfway_shm(start, request):
 
 def test_sigkill_of_prefill_over_shm_hands_back_clean_pages(halfway_shm):
     prefill, decode, handle = halfway_shm
+    stop_without_locks(prefill.process.pid, [os.getpid()])
     prefill.signal(signal.SIGKILL)
     error = handle.exception(LONG)
     assert isinstance(error, PeerLostError)
@@ -250,7 +253,7 @@ def test_sigkill_of_prefill_over_shm_hands_back_clean_pages(halfway_shm):
 @pytest.mark.parametrize("halfway_shm", [0.2], indirect=True)
 def test_a_stopped_prefill_over_shm_keeps_pages_until_it_is_dead(halfway_shm):
     prefill, decode, handle = halfway_shm
-    prefill.signal(signal.SIGSTOP)
+    stop_without_locks(prefill.process.pid, [os.getpid()])
     error = handle.exception(LONG)
     assert isinstance(error, PeerLostError)
     assert not error.pages_clean

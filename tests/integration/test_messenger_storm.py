@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from .child import LONG, ChildProcess
+from .shm_queue import stop_without_locks
 
 COUNT = int(os.environ.get("FABRIC_KV_STORM", "150"))  # requests of each decode process
 # Over tcp a killed peer poisons the pages of its requests: even if every disturbance did that to all there are, four
@@ -76,6 +77,10 @@ class Cluster:
             time.sleep(self.dice.choice([0.1, 0.3, 1.5]))  # 0.8 s without a sign of life is a loss
             node.signal(signal.SIGCONT)
         elif kind == "kill prefill":
+            if self.provider == "shm":  # with a lock it would take the owner of the queue along
+                stop_without_locks(node.process.pid, [other.process.pid for other in self.decode])
+            node.signal(signal.SIGKILL)
+            node.process.wait(LONG)
             node.close()
             side[index] = self.start("prefill", node.tp_size)
             self.tell_addresses()

@@ -134,8 +134,9 @@ class PrefillMessenger(PrefillRequests):
                     self._steps.open(step, word, submissions)
         # One by one, so that others who want the lock do not wait for all of them.
         for submission in submissions:
-            if not self._poster.post([submission]):
-                self._counts["backlogged"] += 1
+            with self._poster.lock:
+                if not self._poster.post([submission]):
+                    self._counts["backlogged"] += 1
         return step
 
     def layer_done(self, step: int, layer: int) -> None:

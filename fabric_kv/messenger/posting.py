@@ -40,6 +40,12 @@ class Outflow:
         self.peer = peer
         self.serve = Serve()
         self.open: set[Transfer] = set()
+        self.stopped = False  # At once, before the machine hears of it.
+
+    @property
+    def may_post(self) -> bool:
+        """Whether anything may still be posted."""
+        return not self.stopped and self.serve.may_post
 
 
 class Submission:
@@ -152,7 +158,9 @@ class Poster:
     def stop(self, outflow: Outflow) -> None:
         """Forget what is not posted and cancel what is: each transfer ends when its posted operations are retired."""
         with self.lock:
-            # Posting them would be skipped anyway; a backlog that does not move must not keep them alive.
+            # Whoever is about to post for it on another thread then finds that it may not.
+            outflow.stopped = True
+            # Posting these would be skipped anyway; a backlog that does not move must not keep them alive.
             self._backlog = deque(item for item in self._backlog if item.outflow is not outflow)
             self._ready_backlog = deque(item for item in self._ready_backlog if item.outflow is not outflow)
             self._tail_backlog = deque(item for item in self._tail_backlog if item.outflow is not outflow)
@@ -165,14 +173,14 @@ class Poster:
             peer = item.outflow.peer
             return self._engine.submit(peer, item.pieces, token=item.token, watch=item.watch, step=item.step)
 
-        if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.serve.may_post:
+        if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.may_post:
             return False
         return self._try_post(item.outflow, submit, slot=None)
 
     def _post_tail(self, item: TailSubmission) -> bool:
         tails = self._tails
         assert tails is not None
-        if not item.outflow.serve.may_post:
+        if not item.outflow.may_post:
             return True
         try:
             slot = tails.acquire()
@@ -189,7 +197,7 @@ class Poster:
 
     def _try_post(self, outflow: Outflow, call: Callable[[], Transfer], slot: int | None) -> bool:
         """False if the engine is full; True if the submission needs no further attempt."""
-        if not outflow.serve.may_post:
+        if not outflow.may_post:
             self._free_slot(slot)
             return True
         if self._num_open >= self._max_open:

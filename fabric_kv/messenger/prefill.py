@@ -174,7 +174,7 @@ class PrefillMessenger(PrefillRequests):
         """
         with self._poster.lock:
             serving = self._find(key)
-            if serving is None or not serving.serve.may_post:
+            if serving is None or not serving.may_post:
                 return  # It ended meanwhile, or is about to: the scheduler was told, or will be.
             if not serving.last_chunk_seen or serving.finished:
                 wrong = "was finished before" if serving.finished else "has had no final chunk"
@@ -206,7 +206,7 @@ class PrefillMessenger(PrefillRequests):
         reached: dict[RequestKey, int | None] = {}
         for chunk in chunks:
             serving = self._find(chunk.key)
-            if serving is None or not serving.serve.may_post:
+            if serving is None or not serving.may_post:
                 continue
             serving.check_chunk(chunk, reached.get(chunk.key, serving.next_token))
             reached[chunk.key] = chunk.end

@@ -213,6 +213,29 @@ def test_nothing_is_posted_once_a_request_is_to_stop(seed):
     sim.check_nothing_left()
 
 
+def test_a_request_that_is_given_up_while_its_step_is_posted_posts_no_more(seed):
+    """On another thread, between two of the step's submissions: the messenger's own thread hears of it later."""
+    sim = Sim(seed, decode_tp=3)
+    fetch = sim.submit(8)
+    sim.scheduler.pause = True
+    sim.run(lambda: sim.scheduler.jobs)
+    (job,) = sim.scheduler.jobs.values()
+    submit, submitted = sim.prefill_engine.submit, []
+
+    def submit_and_give_up(*args, **kwargs):
+        submitted.append(submit(*args, **kwargs))
+        sim.prefill.fail(job.request.key, "preempted for good")
+        return submitted[-1]
+
+    sim.prefill_engine.submit = submit_and_give_up
+    sim.prefill.begin_step([Chunk(job.request.key, 0, 8, [job.pages], final=True)])
+    assert len(submitted) == 1
+    sim.run(fetch.handle.done)
+    assert fetch.error.pages_clean
+    sim.check_all()
+    sim.check_nothing_left()
+
+
 def test_a_deadline_cancels_first_and_then_reports(seed):
     sim = Sim(seed)
     sim.scheduler.pause = True

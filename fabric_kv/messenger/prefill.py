@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,8 +53,8 @@ class PrefillMessenger(PrefillRequests):
 
     Notes
     -----
-    Threads: ``begin_step``, ``layer_done``, ``finish`` and ``fail`` from any, none of them blocks. Everything else
-    happens on one thread of the messenger's own.
+    Threads: ``begin_step``, ``layer_done``, ``finish``, ``preempt`` and ``fail`` from any, none of them blocks.
+    Everything else happens on one thread of the messenger's own.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class PrefillMessenger(PrefillRequests):
             active = self._active_chunks(chunks)
             for serving, chunk in active:
                 serving.next_token = chunk.end
+                serving.planned_tokens = max(serving.planned_tokens, chunk.end)
                 serving.last_chunk_seen = chunk.final
             planned = collections.Counter(submission.outflow for submission in submissions)
             now = self._actor.now()
@@ -186,6 +187,41 @@ class PrefillMessenger(PrefillRequests):
                 self._poster.apply(serving, Planned(1))
                 self._poster.post_tail(submission)
         self._actor.post(partial(self._apply, serving, AllPlanned()))
+
+    def preempt(self, key: RequestKey, on_quiet: Callable[[], object]) -> None:
+        """Take an accepted request's source pages away, to compute it again in others later. Never blocks.
+
+        Nothing is sent twice: chunks that follow may begin at any token up to the end of the last one, compute again
+        what they must, and what was sent already is skipped.
+
+        Parameters
+        ----------
+        key : RequestKey
+        on_quiet : callable ()
+            Called once on the messenger's thread, as ``on_released`` is, when no write of the request is in flight:
+            its source pages are the scheduler's again, and chunks may follow. If the request ends before,
+            ``on_failed`` or ``on_released`` takes its place.
+
+        Raises
+        ------
+        ConfigError
+            If the request is unknown, or was preempted and is not quiet yet.
+
+        Notes
+        -----
+        Steps that have begun run to their end: their layers must be reported (or the word go on) as always. For a
+        step that will not be run there is ``fail``.
+        """
+        with self._poster.lock:
+            serving = self._find(key)
+            if serving is None or not serving.may_post:
+                return
+            if serving.on_quiet is not None:
+                raise ConfigError(f"{serving.key_text} was preempted before, and is not quiet yet")
+            serving.on_quiet = on_quiet
+            serving.next_token = None
+            serving.timeline.note("Preempt", self._actor.now())
+        self._actor.post(partial(self._tell_if_quiet, serving))
 
     def fail(self, key: RequestKey, reason: str) -> None:
         """Give an accepted request up; decode is told why once its writes are retired. Never blocks.

@@ -170,6 +170,7 @@ class PrefillRequests(PrefillSessions):
             self._apply(outflow, Retired())
         else:
             self._apply(outflow, Retired(str(error)[: wire.MAX_REASON_CHARS], may_still_land(error)))
+        self._tell_if_quiet(outflow)
 
     def _on_refused_post(self, outflow: Outflow, error: BaseException) -> None:
         assert isinstance(outflow, Serving)
@@ -214,6 +215,20 @@ class PrefillRequests(PrefillSessions):
         except Exception:  # noqa: BLE001  (as in _ask_scheduler)
             self._counts["callback_errors"] += 1
             _log.exception("the scheduler failed at the end of %s", serving.key_text)
+
+    def _tell_if_quiet(self, serving: Serving) -> None:
+        """Give a preempted request's source pages back, if nothing reads them any more."""
+        with self._poster.lock:
+            on_quiet = serving.on_quiet
+            if on_quiet is None or not serving.may_post or not serving.serve.quiet:
+                return
+            serving.on_quiet = None
+        self._counts["preempted"] += 1
+        try:
+            on_quiet()
+        except Exception:  # noqa: BLE001  (as in _ask_scheduler)
+            self._counts["callback_errors"] += 1
+            _log.exception("on_quiet failed for %s", serving.key_text)
 
     # --- The end ------------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Chunk(NamedTuple):
     key : RequestKey
     begin, end : int
         Token positions [begin, end); the first chunk begins at ``cached_tokens`` or before, each other where the last
-        one ended.
+        one ended, the first one after ``preempt`` there or before.
     src_pages : sequence of integer arrays, each of shape (num_pages,)
         The request's own pages here, one list per cache group, in token order from token 0; at least those up to
         ``end``. Borrowed until ``on_released`` or ``on_failed``.

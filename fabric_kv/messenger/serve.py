@@ -74,6 +74,11 @@ class Serve(msgspec.Struct, frozen=True):
         return self.posted - self.retired
 
     @property
+    def quiet(self) -> bool:
+        """Whether all that was prepared has been posted and is retired."""
+        return self.retired == self.planned
+
+    @property
     def may_post(self) -> bool:
         """Whether anything may still be posted."""
         return self.phase <= ServeState.SERVING

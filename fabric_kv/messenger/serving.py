@@ -40,8 +40,8 @@ __all__ = ["Serving", "error_of"]
 class Serving(Outflow):
     """A request, where its pages go, and how far it is.
 
-    ``next_token`` and ``finished`` are guarded by the poster's lock, like the rest of Outflow; other fields do not
-    change, or belong to the actor.
+    What its chunks change is guarded by the poster's lock, like the rest of Outflow; other fields do not change, or
+    belong to the actor.
     """
 
     def __init__(
@@ -60,6 +60,9 @@ class Serving(Outflow):
         self.dst_pages = dst_pages
         self.timeline = Timeline(math.nan)  # from its arrival
         self.next_token: int | None = None
+        # Tokens that are written or will be. More than `next_token` while a preempted request is computed again.
+        self.planned_tokens = 0
+        self.on_quiet: Callable[[], object] | None = None  # It was preempted, and its writes are not retired yet.
         self.last_chunk_seen = False
         self.finished = False
         self.deadline: Timer | None = None
@@ -78,7 +81,7 @@ class Serving(Outflow):
             "peer": key.epoch.hex(),
             "generation": key.generation,
             "tokens": self.request.num_tokens,
-            "tokens_planned": self.next_token or 0,
+            "tokens_planned": self.planned_tokens,
             "writes_in_flight": serve.in_flight,
             "writes_waiting": serve.planned - serve.posted,
             "events_ms": self.timeline.text(),
@@ -87,11 +90,14 @@ class Serving(Outflow):
     def check_chunk(self, chunk: Chunk, next_token: int | None) -> None:
         """Raise ConfigError unless the chunk follows the one that ended at ``next_token`` (None: there was none)."""
         begin, end, total = chunk.begin, chunk.end, self.request.num_tokens
+        if self.on_quiet is not None:
+            raise ConfigError(f"{self.key_text}: it was preempted, and what was written for it is in flight still")
         if next_token is None:
-            if not 0 <= begin <= self.request.cached_tokens:
+            # Decode has these, or will have.
+            limit = max(self.request.cached_tokens, self.planned_tokens)
+            if not 0 <= begin <= limit:
                 raise ConfigError(
-                    f"{self.key_text}: the first chunk begins at token {begin}, it must begin in"
-                    f" [0, {self.request.cached_tokens}]"
+                    f"{self.key_text}: the first chunk begins at token {begin}, it must begin in [0, {limit}]"
                 )
         elif begin != next_token:
             raise ConfigError(f"{self.key_text}: the chunk begins at token {begin}: the last one ended at {next_token}")
@@ -106,17 +112,22 @@ class Serving(Outflow):
     def plan_chunk(self, chunk: Chunk, regions: Sequence[Sequence[MemoryRegion]]) -> list[Submission]:
         """The submissions of a chunk, one per decode rank and device group here, in the order of their layers.
 
+        None where all of it was planned before the request was preempted.
+
         Raises
         ------
         ConfigError
             If a source page list is too short or holds a page that does not exist.
         """
         plan, request = self.session.plan, self.request
+        begin = max(int(chunk.begin), self.planned_tokens)
+        if begin >= chunk.end:
+            return []
         src_pages = [np.asarray(pages) for pages in chunk.src_pages]
         maps = [
             plan.page_map(
                 group,
-                int(chunk.begin),
+                begin,
                 int(chunk.end),
                 cached=request.cached_tokens,
                 final=bool(chunk.final),

@@ -72,7 +72,7 @@ class ToyScheduler:
 
     def work(self):
         """One action of one request; False if there is none."""
-        ready = [] if self.pause else [job for job in self.jobs.values() if not job.finished]
+        ready = [] if self.pause else [job for job in self.jobs.values() if job.can_work]
         if not ready:
             return False
         self.sim.random.choice(ready).work()
@@ -82,6 +82,7 @@ class ToyScheduler:
 class Job:
     def __init__(self, sim, request, pages):
         self.sim, self.request, self.pages = sim, request, pages
+        self.num_pages = len(pages)
         self.number = int.from_bytes(request.params, "little")
         self.values = stamp(self.number, request.num_tokens)
         self.at = 0
@@ -89,13 +90,26 @@ class Job:
         self.layers_left = []
         self.chunk = (0, 0)
         self.finished = False
+        self.preempted = 0  # 1: its pages are not ours yet, 2: they are, and it waits for others
+
+    @property
+    def can_work(self):
+        if self.preempted == 2:
+            return len(self.sim.src_free) >= self.num_pages
+        return not self.finished and not (self.preempted and not self.layers_left)
 
     def work(self):
         total = self.request.num_tokens
-        if self.layers_left:
+        preempts = self.sim.preempts and not self.finished and not self.preempted
+        if preempts and self.sim.random.random() < self.sim.preempts:
+            self.preempted = 1
+            self.sim.prefill.preempt(self.request.key, self.on_quiet)
+        elif self.layers_left:
             layer = self.layers_left.pop(0)
             self.write_source(layer)
             self.sim.prefill.layer_done(self.step, layer)
+        elif self.preempted:
+            self.restart()
         elif self.at < total:
             end = min(total, self.at + self.sim.random.randint(1, 9))
             self.chunk = (self.at, end)
@@ -123,10 +137,27 @@ class Job:
                 begin, end = self.sim.src_spec.placement.heads_of(rank, HEADS)
                 array[layer, :, self.pages[page], :, row] = self.values[layer, :, token, begin:end]
 
+    def on_quiet(self):
+        assert self.preempted == 1
+        self.give_back()
+        self.preempted, self.layers_left = 2, []
+
+    def restart(self):
+        """In other pages, from where a prefix cache helps out."""
+        self.preempted = 0
+        self.pages = np.array([self.sim.src_free.pop() for _ in range(self.num_pages)])
+        self.sim.num_restarts += 1
+        cached = self.sim.random.randint(0, self.at)
+        self.chunk = (0, cached)
+        for layer in range(LAYERS):
+            self.write_source(layer)
+        self.at = cached
+
     def give_back(self):
         for array in self.sim.src:
             array[:, :, self.pages] = SPOILT
         self.sim.src_free += self.pages.tolist()
+        self.pages = self.pages[:0]
 
 
 class Sim:
@@ -146,12 +177,15 @@ class Sim:
         connect=True,
         num_pages=48,
         prove_fences=0.0,
+        preempts=0.0,
     ):
         print(f"seed {seed}")
         self.random = random.Random(seed)
         self.fabric = MemoryFabric(seed)
         self.fabric.prove_fences = prove_fences
         self.clock = [0.0]
+        self.preempts = preempts  # how often, of the scheduler's actions
+        self.num_restarts = 0
         self.bounds = bounds
         self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens
         self.src_spec, self.src = make_cache(prefill_tp, num_pages, src_page_tokens, SPOILT)

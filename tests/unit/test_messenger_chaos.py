@@ -27,6 +27,7 @@ def make_sim(seed, **changes):
         options=options,
         num_pages=24,
         prove_fences=chooser.choice([0.0, 0.5, 1.0]),
+        preempts=chooser.choice([0.0, 0.02, 0.1]),
         **changes,
     )
 

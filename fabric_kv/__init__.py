@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .config import Admission as Admission
     from .config import Bounds as Bounds
     from .config import EngineOptions as EngineOptions
     from .engine import Engine as Engine
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Admission": "config",
     "Bounds": "config",
     "CacheSpec": "sharding",
     "Counter": "transfers",

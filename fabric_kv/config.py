@@ -13,7 +13,7 @@ import msgspec
 
 from .errors import ConfigError
 
-__all__ = ["Bounds", "EngineOptions"]
+__all__ = ["Admission", "Bounds", "EngineOptions"]
 
 PROGRESS_MODES = ("adaptive", "spin")
 PROGRESS_THREADS = ("group", "nic")
@@ -108,6 +108,33 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_message_bytes={self.max_message_bytes} is above max_inbox_bytes={self.max_inbox_bytes}: a "
                 "message of that size would never be whole"
             )
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill messenger takes on; a request beyond it is rejected with the number, before the scheduler sees it.
+
+    Attributes
+    ----------
+    max_requests, max_requests_per_peer : int
+        Open requests: accepted, and neither released nor failed.
+    max_bytes : int
+        Bytes of cache that the open requests bring to their decode engines in all, written or not, in whole units of
+        the plans. A request that is larger by itself is always rejected.
+    max_peers : int
+        Decode engines that are connected; one more is refused at its handshake.
+    """
+
+    max_requests: int = 65536
+    max_requests_per_peer: int = 65536
+    max_bytes: int = 2**63 - 1
+    max_peers: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            # Whatever peers do, what they make us hold stays bounded.
+            limit = 2**63 - 1 if name == "max_bytes" else 2**20
+            if not 0 < getattr(self, name) <= limit:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is out of range: it must lie in [1, {limit}]")
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):

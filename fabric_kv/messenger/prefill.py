@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from numpy.typing import ArrayLike
 
-from ..config import Bounds
+from ..config import Admission, Bounds
 from ..errors import ConfigError
 from ..sharding import CacheSpec
 from . import wire
@@ -50,6 +50,8 @@ class PrefillMessenger(PrefillRequests):
     bounds : Bounds
     tail : TailPool, optional
         Needed if decode engines want tails.
+    admission : Admission
+        How many requests, bytes and peers it takes on.
 
     Notes
     -----
@@ -66,9 +68,10 @@ class PrefillMessenger(PrefillRequests):
         bounds: Bounds = Bounds(),
         *,
         tail: TailPool | None = None,
+        admission: Admission = Admission(),
         actor: Actor | None = None,
     ) -> None:
-        super().__init__(engine, spec, regions, scheduler, tail, bounds, actor)
+        super().__init__(engine, spec, regions, scheduler, tail, bounds, admission, actor)
         self._start()
 
     # --- The scheduler's calls; any thread ----------------------------------------------------------------------------

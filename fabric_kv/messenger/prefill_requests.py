@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..config import Bounds
+from ..config import Admission, Bounds
 from ..errors import ConfigError, FabricKVError
 from ..sharding import CacheSpec
 from . import wire
@@ -36,8 +36,6 @@ __all__ = ["PrefillRequests"]
 
 _log = logging.getLogger("fabric_kv.messenger")
 
-# Keeps what peers can make us hold bounded; beyond it a request is rejected with the number.
-MAX_OPEN_REQUESTS = 65536
 # Keys of requests that ended, so that a step which races with the end is told apart from a wrong key.
 MAX_ENDED_KEYS = 65536
 
@@ -53,15 +51,17 @@ class PrefillRequests(PrefillSessions):
         scheduler: Scheduler,
         tail: TailPool | None,
         bounds: Bounds,
+        admission: Admission,
         actor: Actor | None,
     ) -> None:
-        super().__init__(engine, spec, regions, tail, bounds, actor)
+        super().__init__(engine, spec, regions, tail, bounds, admission, actor)
         self._scheduler = scheduler
         self._poster = Poster(self._actor, engine, tail, self._on_retired, self._on_refused_post)
         # The next three are guarded by the poster's lock.
         self._serving: dict[RequestKey, Serving] = {}
         self._ended: dict[RequestKey, None] = {}  # In order of their end.
         self._steps = Steps()
+        self._open_bytes = 0  # of all in `_serving`
 
     def _on_message(self, epoch: bytes, message: wire.Message) -> None:
         if isinstance(message, wire.Hello):
@@ -90,20 +90,33 @@ class PrefillRequests(PrefillSessions):
         try:
             if self._closing:
                 raise ConfigError("the prefill side is closing")
-            if len(self._serving) >= MAX_OPEN_REQUESTS:
-                raise ConfigError(f"{MAX_OPEN_REQUESTS} requests are open already")
+            self._check_room(session)
             serving = session.read_request(message)
+            self._check_room(session, serving.nbytes)
         except FabricKVError as error:
             self._counts["rejected"] += 1
             session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS]))
             return
         serving.timeline = Timeline(self._actor.now())
         session.open[generation] = serving
+        self._open_bytes += serving.nbytes
         with self._poster.lock:
             self._serving[serving.request.key] = serving
         expired = DeadlinePassed(f"the deadline of {message.deadline_s:g} s passed on the prefill side")
         serving.deadline = self._actor.after(message.deadline_s, partial(self._apply, serving, expired))
         self._apply(serving, self._ask_scheduler(serving))
+
+    def _check_room(self, session: Session, nbytes: int = 0) -> None:
+        limits, num_theirs = self._admission, len(session.open)
+        if len(self._serving) >= limits.max_requests:
+            raise ConfigError(f"{limits.max_requests} requests are open already (max_requests)")
+        if num_theirs >= limits.max_requests_per_peer:
+            raise ConfigError(f"{num_theirs} requests of this decode engine are open already (max_requests_per_peer)")
+        if self._open_bytes + nbytes > limits.max_bytes:
+            raise ConfigError(
+                f"the request has {nbytes} bytes, those that are open {self._open_bytes}: the limit is"
+                f" {limits.max_bytes} (max_bytes)"
+            )
 
     def _ask_scheduler(self, serving: Serving) -> ServeEvent:
         try:
@@ -181,6 +194,7 @@ class PrefillRequests(PrefillSessions):
         if serving.deadline is not None:
             serving.deadline.cancel()
         session.open.pop(key.generation, None)
+        self._open_bytes -= serving.nbytes
         session.remember(key.generation, pages_clean=serve.pages_clean)
         with self._poster.lock:
             self._serving.pop(key, None)
@@ -250,6 +264,7 @@ class PrefillRequests(PrefillSessions):
                     for epoch, session in self._sessions.items()
                 },
                 "requests": [serving.snapshot() for serving in self._serving.values()],
+                "open_bytes": self._open_bytes,
                 "open_steps": self._steps.num_open,
                 "backlog": self._poster.num_waiting,
                 "counts": dict(self._counts),

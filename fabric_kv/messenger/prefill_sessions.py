@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..config import Bounds
+from ..config import Admission, Bounds
 from ..errors import FabricKVError, ProtocolError
 from ..regions import EngineAddress
 from ..sharding import CacheSpec
@@ -34,8 +34,8 @@ __all__ = ["PrefillSessions"]
 
 _log = logging.getLogger("fabric_kv.messenger")
 
-# Keeps what peers can make us hold bounded; beyond it a Hello is refused with the number.
-MAX_PEERS = 4096
+# Refusals that have not left yet; keeps what strangers can make us hold bounded.
+MAX_PARTING = 4096
 
 
 class PrefillSessions(Messenger):
@@ -48,6 +48,7 @@ class PrefillSessions(Messenger):
         regions: Sequence[Sequence[MemoryRegion]],
         tail: TailPool | None,
         bounds: Bounds,
+        admission: Admission,
         actor: Actor | None,
     ) -> None:
         check_setup(engine, spec, regions, tail)
@@ -55,6 +56,7 @@ class PrefillSessions(Messenger):
         self._spec = spec
         self._regions = [list(rank) for rank in regions]
         self._tails = tail
+        self._admission = admission
         self._sessions: dict[bytes, Session] = {}
         self._parting: list[Link] = []  # Links that carry one last message.
 
@@ -77,8 +79,10 @@ class PrefillSessions(Messenger):
                 raise Refusal("other_incarnation", "the address is that of an engine which is no more")
             if self._closing:
                 raise Refusal("closing", "the prefill side is closing")
-            if len(self._sessions) >= MAX_PEERS:
-                raise Refusal("too_many_peers", f"the prefill side serves {MAX_PEERS} decode engines already")
+            if len(self._sessions) >= self._admission.max_peers:
+                raise Refusal(
+                    "too_many_peers", f"the prefill side serves {self._admission.max_peers} decode engines already"
+                )
             session = Session.greet(hello, link, spec=self._spec, tails=self._tails)
         except Refusal as refusal:
             self._counts["refused_hellos"] += 1
@@ -117,7 +121,7 @@ class PrefillSessions(Messenger):
 
     def _too_many_partings(self) -> bool:
         """Whether refusals pile up that nobody reads: then Hellos are dropped, and their senders time out."""
-        if len(self._parting) < MAX_PEERS:
+        if len(self._parting) < MAX_PARTING:
             return False
         self._counts["dropped_hellos"] += 1
         return True

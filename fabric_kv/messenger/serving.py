@@ -51,12 +51,14 @@ class Serving(Outflow):
         dst_pages: list[NDArray[np.int64]],
         tokens: list[CounterToken | None],
         tail_slot: int | None,
+        nbytes: int,
     ) -> None:
         super().__init__(session.link.peer)
         self.session = session
         self.request = request
         self.tokens = tokens
         self.tail_slot = tail_slot
+        self.nbytes = nbytes  # in whole units, of all ranks
         self.dst_pages = dst_pages
         self.timeline = Timeline(math.nan)  # from its arrival
         self.next_token: int | None = None

@@ -120,11 +120,12 @@ class Session:
             raise ProtocolError("a tail slot must be named if and only if the handshake named a tail pool")
         if self.tail is not None and message.tail_slot is not None and message.tail_slot >= self.tail.num_slots:
             raise ProtocolError(f"tail slot {message.tail_slot} is out of range: there are {self.tail.num_slots}")
-        counters = message.counters
+        counters, total_units = message.counters, 0
         if len(counters) != len(self.plan.dst.memory):
             raise ProtocolError(f"{len(counters)} counters for {len(self.plan.dst.memory)} decode ranks")
         for rank, token in enumerate(counters):
             units = self.plan.expected_units(rank, message.source_set, int(tokens.size), cached=message.cached)
+            total_units += units
             needed = units > 0 or (rank == 0 and wants_tail)
             if (token is not None) != needed:
                 raise ProtocolError(f"decode rank {rank} must {'' if needed else 'not '}have a counter")
@@ -139,7 +140,7 @@ class Session:
             deadline_s=message.deadline_s,
             params=message.params,
         )
-        return Serving(self, request, pages, counters, message.tail_slot)
+        return Serving(self, request, pages, counters, message.tail_slot, total_units * self.plan.unit_bytes)
 
     def find_flushes(self, ours: Iterable[RemoteRegion]) -> None:
         """Find out what :attr:`flushes` has to hold, from the regions that this side writes from."""

@@ -11,7 +11,7 @@ import random
 
 import numpy as np
 
-from fabric_kv.config import Bounds, EngineOptions
+from fabric_kv.config import Admission, Bounds, EngineOptions
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.sharding import CacheSpec, KVLayout, Placement
@@ -178,6 +178,7 @@ class Sim:
         num_pages=48,
         prove_fences=0.0,
         preempts=0.0,
+        admission=Admission(),
     ):
         print(f"seed {seed}")
         self.random = random.Random(seed)
@@ -205,6 +206,7 @@ class Sim:
             self.scheduler,
             bounds,
             tail=self.prefill_tails,
+            admission=admission,
             actor=self.prefill_actor,
         )
         self.decode = DecodeMessenger(

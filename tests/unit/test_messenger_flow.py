@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fabric_kv.config import EngineOptions
+from fabric_kv.config import Admission, EngineOptions
 from fabric_kv.errors import (
     ClosedError,
     ConfigError,
@@ -94,6 +94,54 @@ def test_a_reject_carries_its_reason_and_nothing_was_written(seed):
     sim.check_all()
     sim.check_nothing_left()
     assert not sim.scheduler.failed
+
+
+PAGE_BYTES = 2 * 2 * 4 * 3 * 2 * 4  # layers, K and V, tokens, heads, elements, bytes of each
+
+
+@pytest.mark.parametrize(
+    ("admission", "message"),
+    [
+        (Admission(max_requests=2), r"2 requests are open already \(max_requests\)"),
+        (Admission(max_requests_per_peer=2), r"2 requests of this decode engine are open .*\(max_requests_per_peer\)"),
+        (
+            Admission(max_bytes=5 * PAGE_BYTES),
+            rf"the request has {2 * PAGE_BYTES} bytes, those that are open {4 * PAGE_BYTES}: the limit is"
+            rf" {5 * PAGE_BYTES} \(max_bytes\)",
+        ),
+    ],
+    ids=["requests", "requests of a peer", "bytes"],
+)
+def test_what_is_too_much_is_rejected_before_the_scheduler_sees_it(seed, admission, message):
+    sim = Sim(seed, tails=False, admission=admission)
+    sim.scheduler.pause = True
+    taken = [sim.submit(8), sim.submit(8)]
+    sim.run(lambda: len(sim.scheduler.offered) == 2)
+    assert sim.prefill.state()["open_bytes"] == 4 * PAGE_BYTES
+    refused = sim.submit(8)
+    sim.run(refused.handle.done)
+    assert isinstance(refused.error, RequestRejectedError)
+    assert refused.error.pages_clean
+    with pytest.raises(RequestRejectedError, match=message):
+        refused.handle.result(0)
+    assert len(sim.scheduler.offered) == 2
+    sim.scheduler.pause = False
+    sim.run(lambda: all(fetch.handle.done() for fetch in taken))
+    sim.run(lambda: not sim.scheduler.jobs)
+    again = sim.submit(8)
+    sim.run(again.handle.done)
+    assert again.result
+    sim.run(lambda: not sim.scheduler.jobs)
+    assert sim.prefill.state()["open_bytes"] == 0
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_requests_per_peer", "max_bytes", "max_peers"])
+@pytest.mark.parametrize("value", [0, -1, 2**63])
+def test_limits_are_checked(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value} is out of range"):
+        Admission(**{name: value})
 
 
 def test_a_scheduler_that_raises_rejects_and_the_next_request_works(seed):

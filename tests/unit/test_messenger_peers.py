@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_kv.config import EngineOptions
+from fabric_kv.config import Admission, EngineOptions
 from fabric_kv.errors import ClosedError, ConfigError, PeerUnreachableError, PlanError, ProtocolError
 from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
@@ -415,8 +415,16 @@ def test_random_bytes_change_nothing(frames):
     assert sim.prefill_actor.num_errors == sim.decode_actor.num_errors == 0
 
 
+def test_a_peer_too_many_is_refused_and_told_the_number(seed):
+    sim = Sim(seed, admission=Admission(max_peers=1))
+    refusal = Liar(sim).hello()
+    assert refusal.refusal == "too_many_peers"
+    assert "serves 1 decode engines already" in refusal.reason
+    still_works(sim)
+
+
 def test_refusals_that_nobody_reads_are_dropped_with_the_peer(sim, liar, monkeypatch):
-    monkeypatch.setattr(prefill_sessions, "MAX_PEERS", 1)
+    monkeypatch.setattr(prefill_sessions, "MAX_PARTING", 1)
     full = [sim.prefill_engine.send(sim.prefill._sessions[sim.decode_engine.epoch].link.peer, b"") for _ in range(3)]
     sim.prefill_engine.options = EngineOptions(max_transfers=len(full))
     sim.prefill._on_hello(liar.engine.epoch, wire.Hello(5, liar.engine.address, bytes(16), b"", [[]]))

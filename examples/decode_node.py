@@ -38,7 +38,7 @@ class DecodeNode:
         self.engine = self._stack.enter_context(Engine(options.provider, nics=options.nics))
         spec, self.caches = make_caches(model, options.decode_tp)
         regions = [[self.engine.register(cache.data)] for cache in self.caches]
-        tails = TailPool(self.engine, "float32", (model.config.hidden,), num_slots=4)
+        tails = TailPool(self.engine, {"hidden": ("float32", (model.config.hidden,))}, num_slots=4)
         self._messenger = self._stack.enter_context(DecodeMessenger(self.engine, spec, regions, tails))
         self._allocator = PageAllocator(NUM_PAGES, seed=42)
 

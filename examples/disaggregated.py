@@ -167,7 +167,7 @@ def check(
     checks = {
         f"{fetched.sums.size} page checksums equal the sender's": bool((fetched.sums == sent).all()),
         "page checksums equal the reference's": bool((fetched.sums == reference.checksums).all()),
-        "hidden state equals the reference's": bool((tail == reference.hidden).all()),
+        "hidden state equals the reference's": bool((tail["hidden"] == reference.hidden).all()),
         f"{len(tokens)} tokens equal the reference's": tokens == reference.tokens,
     }
     for what, good in checks.items():

@@ -82,7 +82,7 @@ def serve(pipe: Connection, options: Options) -> None:
     sources = [np.zeros_like(cache.data) if options.poison else cache.data for cache in caches]
     scheduler = Scheduler()
     with Engine(options.provider, nics=options.nics) as engine:
-        tails = TailPool(engine, "float32", (model.config.hidden,), num_slots=4)
+        tails = TailPool(engine, {"hidden": ("float32", (model.config.hidden,))}, num_slots=4)
         regions = [[engine.register(source)] for source in sources]
         with PrefillMessenger(engine, spec, regions, scheduler, tail=tails) as messenger:
             pipe.send(engine.address)
@@ -128,7 +128,7 @@ def run(
 
         hidden = model.forward(request.tokens[begin:end], begin, caches, pages, layer_done)
     computed, busy_at_end_ns = time.monotonic(), rail_figures(engine)["busy_ns"]
-    messenger.finish(request.key, hidden[-1])
+    messenger.finish(request.key, {"hidden": hidden[-1]})
     error = scheduler.ends.get()
     after = rail_figures(engine)
     if error is not None:

@@ -1,6 +1,6 @@
 """The decode side: asks a prefill engine for a prompt's pages and knows by its own counters when they are here.
 
->>> decode = DecodeMessenger(engine, spec, [[region]], tail=TailPool(engine, "float32", (576,)))
+>>> decode = DecodeMessenger(engine, spec, [[region]], tail=TailPool(engine, {"hidden": ("float32", (576,))}))
 >>> peer = decode.connect(prefill_address)
 >>> result = await decode.submit(peer, Request(request_id="a", tokens=prompt[:-1], pages=[pages]))
 """

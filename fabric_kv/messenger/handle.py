@@ -29,8 +29,8 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     Attributes
     ----------
     request_id : str
-    tail : ndarray or None
-        A copy of what the prefill side's ``finish`` sent, in the tail pool's dtype and shape.
+    tail : dict of str to ndarray, or None
+        Copies of what the prefill side's ``finish`` sent, in the tail pool's dtypes and shapes.
     source_set : int
         The replica set of the prefill side that sent the pages.
     submitted_s, accepted_s, ready_s : float
@@ -38,7 +38,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     request_id: str
-    tail: NDArray[Any] | None
+    tail: dict[str, NDArray[Any]] | None
     source_set: int
     submitted_s: float
     accepted_s: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,13 +193,17 @@ def tail_difference(prefill: TailPool | None, decode: wire.TailGeometry | None) 
     if decode is None:
         return ""  # Decode wants no tails: prefill sends none.
 
-    def describe(dtype: Any, shape: Any) -> str:
-        return f"{dtype} {tuple(shape)}"
+    def describe(fields: list[wire.TailField]) -> dict[str, str]:
+        return {field.name: f"{field.dtype} {tuple(field.shape)}" for field in fields}
 
-    wanted = describe(decode.dtype, decode.shape)
-    offered = "none" if prefill is None else describe(prefill.dtype.str, prefill.shape)
-    if prefill is None or offered != wanted:
-        return f"tail: prefill {offered}, decode {wanted}"
+    wanted, offered = describe(decode.fields), describe([] if prefill is None else prefill.fields)
+    differences = [
+        f"tail {name!r}: prefill {offered.get(name, 'none')}, decode {wanted.get(name, 'none')}"
+        for name in sorted(wanted.keys() | offered.keys())
+        if wanted.get(name) != offered.get(name)
+    ]
+    if prefill is None or differences:
+        return "; ".join(differences)
     if decode.slot_bytes < prefill.write_bytes:
         return f"tail slot: prefill writes {prefill.write_bytes} bytes, decode has {decode.slot_bytes}"
     return ""

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -160,7 +160,7 @@ class PrefillMessenger(PrefillRequests):
             with self._poster.lock:
                 self._counts["idle_layers"] += 1
 
-    def finish(self, key: RequestKey, tail: ArrayLike | None = None) -> None:
+    def finish(self, key: RequestKey, tail: Mapping[str, ArrayLike] | None = None) -> None:
         """Write the tail and end the request once everything has been delivered. Never blocks.
 
         Call it after ``begin_step`` of the final chunk; ``layer_done`` calls may still follow.
@@ -168,8 +168,9 @@ class PrefillMessenger(PrefillRequests):
         Parameters
         ----------
         key : RequestKey
-        tail : array_like, optional
-            In the pool's dtype and shape; copied. Needed if the request ``wants_tail``, ignored otherwise.
+        tail : mapping of str to array_like, optional
+            Every field of the pool, in its dtype and shape; copied. Needed if the request ``wants_tail``, ignored
+            otherwise.
 
         Raises
         ------
@@ -258,7 +259,7 @@ class PrefillMessenger(PrefillRequests):
             raise ConfigError(f"there is no request {RequestKey(*key)}")
         return serving
 
-    def _tail_submission(self, serving: Serving, tail: ArrayLike | None) -> TailSubmission | None:
+    def _tail_submission(self, serving: Serving, tail: Mapping[str, ArrayLike] | None) -> TailSubmission | None:
         session, slot = serving.session, serving.tail_slot
         if slot is None or session.tail is None or session.tail_region is None:
             return None

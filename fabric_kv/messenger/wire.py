@@ -37,6 +37,7 @@ __all__ = [
     "RefusalKind",
     "Reject",
     "Request",
+    "TailField",
     "TailGeometry",
     "VersionMismatch",
     "decode",
@@ -56,6 +57,7 @@ MAX_REASON_CHARS = 16384
 MAX_GROUPS = 256
 MAX_RANKS = 1024
 MAX_REGIONS = 16384
+MAX_TAIL_FIELDS = 64
 
 Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -75,14 +77,21 @@ class Ints(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class TailField(msgspec.Struct, frozen=True, array_like=True):
+    """One array of a tail."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    dtype: Annotated[str, Meta(max_length=32)]
+    shape: Annotated[list[U31], Meta(max_length=8)]
+
+
 class TailGeometry(msgspec.Struct, frozen=True):
     """The decode side's tail pool: where its slots lie and what one holds."""
 
     region: RegionBytes
     num_slots: Annotated[int, Meta(ge=1, lt=1 << 31)]
     slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    dtype: Annotated[str, Meta(max_length=32)]
-    shape: Annotated[list[U31], Meta(max_length=8)]
+    fields: Annotated[list[TailField], Meta(min_length=1, max_length=MAX_TAIL_FIELDS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

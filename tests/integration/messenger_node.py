@@ -72,7 +72,7 @@ class PrefillNode:
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
         self.word = None  # to bump it, as a GPU would, instead of calling layer_done
         self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
-        tails = TailPool(self.engine, "float32", (5,))
+        tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
         self.thread = threading.Thread(target=self.compute, daemon=True)
@@ -145,7 +145,7 @@ class PrefillNode:
                 else:
                     self.word[0] += np.uint64(1)
             self.tell({"event": "chunk", "id": request.key.request_id, "end": end})
-        self.messenger.finish(request.key, tail_of(number))
+        self.messenger.finish(request.key, {"values": tail_of(number)})
 
     def append(self, layer, pages, values, begin, end):
         first, last = begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)
@@ -169,7 +169,7 @@ class DecodeNode:
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
         self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
-        self.tails = TailPool(self.engine, "float32", (5,))
+        self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)
         self.addresses = []
@@ -226,7 +226,7 @@ class DecodeNode:
                 return f"whole pages of rank {rank}"
             if not (found[:, :, -1, :, :in_last] == expected[:, :, -1, :, :in_last]).all():
                 return f"the last page of rank {rank}"
-        return None if (result.tail == tail_of(number)).all() else f"tail {result.tail}"
+        return None if (result.tail["values"] == tail_of(number)).all() else f"tail {result.tail}"
 
     def storm(self, seed, count, width):
         """Submit ``count`` requests, up to ``width`` at once, to any of ``addresses``; cancel some. How they ended."""

@@ -19,6 +19,7 @@ from fabric_kv.testing import MemoryFabric
 
 LAYERS, HEADS, DIM = 2, 3, 2
 CANARY, SPOILT = -1.0, -2.0
+TAIL = {"hidden": ("float32", (3,)), "drafts": ("int16", (2, 2))}
 BOUNDS = Bounds(handshake_s=1.0, accept_s=5.0, request_s=30.0, cancel_s=1.0, drain_s=2.0)
 
 
@@ -195,8 +196,8 @@ class Sim:
         self.dst_free = self.random.sample(range(num_pages), num_pages)
         self.num_pages = num_pages
         self.prefill_engine, self.decode_engine = self.fabric.engine(options), self.fabric.engine(options)
-        self.prefill_tails = TailPool(self.prefill_engine, "float32", (3,), num_slots=2) if tails else None
-        self.decode_tails = TailPool(self.decode_engine, "float32", (3,), num_slots=8) if tails else None
+        self.prefill_tails = TailPool(self.prefill_engine, TAIL, num_slots=2) if tails else None
+        self.decode_tails = TailPool(self.decode_engine, TAIL, num_slots=8) if tails else None
         self.scheduler = ToyScheduler(self)
         self.prefill_actor, self.decode_actor = ManualActor("prefill", self.clock), ManualActor("decode", self.clock)
         self.prefill = PrefillMessenger(
@@ -257,7 +258,10 @@ class Sim:
         return future.result(0)
 
     def tail_of(self, number):
-        return np.array([number, number + 0.25, -number], np.float32)
+        return {
+            "hidden": np.array([number, number + 0.25, -number], np.float32),
+            "drafts": np.array([[number, 1], [2, number + 3]], np.int16),
+        }
 
     def submit(self, num_tokens, *, deadline_s=None, cached_tokens=0):
         return Fetch(self, num_tokens, deadline_s, cached_tokens)
@@ -349,4 +353,7 @@ class Fetch:
                 found = array[:, :, self.pages[page], :, row]
                 assert (found == expected[:, :, token, begin:end]).all(), f"token {token} of rank {rank}"
         if self.sim.decode_tails is not None:
-            assert self.result.tail.tolist() == self.sim.tail_of(self.number).tolist()
+            tail = self.sim.tail_of(self.number)
+            assert {name: array.tolist() for name, array in self.result.tail.items()} == {
+                name: array.tolist() for name, array in tail.items()
+            }

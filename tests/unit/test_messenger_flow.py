@@ -596,7 +596,7 @@ class TestStepsRefuse:
             sim.prefill.finish(key, sim.tail_of(0))
         sim.prefill.begin_step([self.chunk(sim, 0, 10, True)])
         with pytest.raises(ConfigError, match=r"float64 of shape \(2,\): the pool holds float32 of shape \(3,\)"):
-            sim.prefill.finish(key, [1.0, 2.0])
+            sim.prefill.finish(key, {**sim.tail_of(0), "hidden": [1.0, 2.0]})
         with pytest.raises(ConfigError, match="wants a tail"):
             sim.prefill.finish(key)
         sim.prefill.finish(key, sim.tail_of(0))

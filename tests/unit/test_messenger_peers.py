@@ -14,15 +14,15 @@ from fabric_kv.messenger.peers import Link
 from fabric_kv.regions import CounterToken, EngineAddress
 from fabric_kv.testing import MemoryFabric
 
-from .messenger_sim import BOUNDS, CANARY, SPOILT, Sim, ToyScheduler, make_cache
+from .messenger_sim import BOUNDS, CANARY, SPOILT, TAIL, Sim, ToyScheduler, make_cache
 
 
 def another_decode(sim, *, tails=True, heads=3, layers=2, page_tokens=4):
     """A second decode engine, for handshakes that go another way."""
     engine = sim.fabric.engine()
     spec, arrays = make_cache(1, 8, page_tokens, CANARY, heads=heads, layers=layers)
-    pool = TailPool(engine, "float32", tails, num_slots=2) if isinstance(tails, tuple) else None
-    pool = TailPool(engine, "float32", (3,), num_slots=2) if tails is True else pool
+    fields = TAIL if tails is True else tails
+    pool = TailPool(engine, fields, num_slots=2) if fields else None
     actor = ManualActor("other", sim.clock)
     sim.actors.append(actor)
     return DecodeMessenger(engine, spec, [[engine.register(array)] for array in arrays], pool, BOUNDS, actor=actor)
@@ -63,10 +63,11 @@ def test_layouts_that_do_not_fit_are_refused_field_by_field(seed):
 
 def test_tails_that_do_not_fit_are_refused(seed):
     sim = Sim(seed)
-    with pytest.raises(PlanError, match=r"tail: prefill <f4 \(3,\), decode <f4 \(2, 2\)"):
-        connect(sim, another_decode(sim, tails=(2, 2)))
+    differences = r"'hidden': prefill <f4 \(3,\), decode <f4 \(2, 2\); tail 'logits': prefill none, decode <f4 \(5,\)"
+    with pytest.raises(PlanError, match=r"tail 'drafts': prefill <i2 \(2, 2\), decode none; tail " + differences):
+        connect(sim, another_decode(sim, tails={"hidden": ("float32", (2, 2)), "logits": ("float32", (5,))}))
     bare = Sim(seed, tails=False)
-    with pytest.raises(PlanError, match=r"tail: prefill none, decode <f4 \(3,\)"):
+    with pytest.raises(PlanError, match=r"tail 'hidden': prefill none, decode <f4 \(3,\)"):
         connect(bare, another_decode(bare))
 
 
@@ -188,7 +189,7 @@ class Liar:
         self.engine.on_message(lambda epoch, payload: self.heard.append(wire.decode(payload)))
         self.spec, arrays = make_cache(1, 8, 4, CANARY)
         self.region = self.engine.register(arrays[0])
-        self.tails = TailPool(self.engine, "float32", (3,), num_slots=2)
+        self.tails = TailPool(self.engine, TAIL, num_slots=2)
         self.counter = None
 
     def say(self, message):
@@ -264,7 +265,7 @@ def test_an_address_of_someone_else_is_not_used(sim, liar):
         ({"regions": [[b"rubbish"]]}, "remote region"),
         ({"regions": [[], []]}, "2 ranks: its spec has 1"),
         ({"regions": [[]]}, "0 regions, its spec has 1"),
-        ({"tail": wire.TailGeometry(b"rubbish", 2, 128, "<f4", [3])}, "remote region"),
+        ({"tail": wire.TailGeometry(b"rubbish", 2, 128, [wire.TailField("a", "<f4", [3])])}, "remote region"),
     ],
     ids=lambda value: str(value)[:30],
 )

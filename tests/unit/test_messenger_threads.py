@@ -115,7 +115,7 @@ class Worker:
             step = self.prefill.begin_step([Chunk(request.key, begin, end, [np.arange(8)], end == total)])
             for layer in range(LAYERS):
                 self.prefill.layer_done(step, layer)
-        self.prefill.finish(request.key, np.float32([1, 2, 3]))
+        self.prefill.finish(request.key, {"hidden": np.float32([1, 2, 3])})
 
     def on_released(self, key):
         self.end(key)
@@ -137,7 +137,7 @@ def pair(seed):
     src_spec, src = make_cache(1, 8, 4, 5.0)
     dst_spec, dst = make_cache(1, 64, 4, CANARY)
     worker = Worker()
-    tails = [TailPool(engine, "float32", (3,), num_slots=8) for engine in (prefill_engine, decode_engine)]
+    tails = [TailPool(engine, {"hidden": ("float32", (3,))}, num_slots=8) for engine in (prefill_engine, decode_engine)]
     regions = [[prefill_engine.register(src[0])]]
     bounds = Bounds(drain_s=0.05)
     with PrefillMessenger(prefill_engine, src_spec, regions, worker, bounds, tail=tails[0]) as prefill:
@@ -161,7 +161,7 @@ def test_threads_coroutines_and_callbacks_all_get_the_result(pair):
     seen = []
     first = ask(decode)
     first.add_done_callback(lambda handle: seen.append((handle, threading.current_thread().name)))
-    assert first.result(LONG).tail.tolist() == [1, 2, 3]
+    assert first.result(LONG).tail["hidden"].tolist() == [1, 2, 3]
     assert first.exception(0) is None
 
     async def both():

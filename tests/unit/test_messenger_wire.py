@@ -30,7 +30,7 @@ HELLO = wire.Hello(
     peer_epoch=bytes(16),
     spec=b"spec",
     regions=[[b"r0"], [b"r1", b"r2"]],
-    tail=wire.TailGeometry(b"t", 4, 128, "<f4", [5]),
+    tail=wire.TailGeometry(b"t", 4, 128, [wire.TailField("hidden", "<f4", [5])]),
 )
 MESSAGES = [
     HELLO,

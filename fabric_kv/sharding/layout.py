@@ -227,5 +227,22 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same cache in another axis order."""
         return self._replace_groups(msgspec.structs.replace(group, order=order) for group in self.groups)
 
+    def with_draft(self, draft: KVLayout) -> KVLayout:
+        """This cache and that of a draft model, for speculative decoding: the draft's layers come after ours.
+
+        Its groups are named ``draft.<name>``. They may have other heads and page sizes; each has a page list of its own
+        in a request. Forward steps number the layers on: the draft's first one is our ``num_layers``. For layers that a
+        model drafts with itself see ``mtp_layers`` of ``layout_from_config``.
+        """
+        shift = self.num_layers
+        theirs = tuple(
+            msgspec.structs.replace(
+                group, name=f"draft.{group.name}", layers=tuple(layer + shift for layer in group.layers)
+            )
+            for group in draft.groups
+        )
+        model = f"{self.model}+{draft.model}" if self.model and draft.model else ""
+        return KVLayout(shift + draft.num_layers, (*self.groups, *theirs), model)
+
     def _replace_groups(self, groups: Iterable[Group]) -> KVLayout:
         return KVLayout(self.num_layers, tuple(groups), self.model)

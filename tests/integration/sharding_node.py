@@ -114,6 +114,9 @@ CASES = {
     "gpt-oss: sliding and full, page 16 -> 64": _case(_narrow("gpt-oss-20b"), _tp(2), _tp(1), dst_page=64),
     "qwen3-next: attention and states": _case(_narrow("qwen3-next-80b"), _tp(4), _tp(2)),
     "deepseek-v3.2: latent and indexer": _case(_narrow("deepseek-v3.2"), _tp(2), _tp(1)),
+    "a target and its draft model, TP 4 -> 2": _case(
+        _gqa(8).with_draft(_gqa(4, page_tokens=32, num_layers=2)), _tp(4), _tp(2)
+    ),
 }
 
 

@@ -115,6 +115,31 @@ def test_page_sizes(src, dst, order):
     Simulation(plan, requests).run()
 
 
+DRAFT = KVLayout.attention(num_layers=2, kv_heads=4, head_dim=1, page_tokens=6, dtype="uint8", model="drafter")
+
+
+@pytest.mark.parametrize(("src", "dst"), [(2, 2), (4, 1), (1, 4)])
+def test_a_draft_model_has_page_lists_of_its_own(src, dst):
+    target = gqa(8)
+    layout = target.with_draft(DRAFT)
+    assert [(group.name, group.layers) for group in layout.groups] == [
+        ("attention", (0, 1, 2)),
+        ("draft.attention", (3, 4)),
+    ]
+    plan = plan_of(layout, Placement(tp_size=src), Placement(tp_size=dst))
+    Simulation(plan, [Request(30, 12, cuts=(13, 19)), Request(9)]).run()
+
+
+def test_the_draft_counts_for_the_name_of_the_weights():
+    target = KVLayout(3, gqa(8).groups, "big")
+    assert target.with_draft(DRAFT).model == "big+drafter"
+    assert gqa(8).with_draft(DRAFT).model == ""
+    with pytest.raises(ConfigError, match="two groups have the same name"):
+        target.with_draft(DRAFT).with_draft(DRAFT)
+    with pytest.raises(PlanError, match=r"number of groups|draft"):
+        plan_transfer(CacheSpec.dense(target.with_draft(DRAFT), num_pages=4), CacheSpec.dense(target, num_pages=4))
+
+
 def test_pipeline_stages_that_do_not_match():
     layout = KVLayout.attention(num_layers=7, kv_heads=2, head_dim=1, page_tokens=4, dtype="uint8")
     src, dst = Placement(pp_layers=(3, 4), tp_size=2), Placement(pp_layers=(1, 0, 6))

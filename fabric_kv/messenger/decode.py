@@ -68,11 +68,6 @@ class DecodeMessenger(DecodeRequests):
         actor: Actor | None = None,
     ) -> None:
         super().__init__(engine, spec, regions, tail, bounds, actor)
-        if tail is not None and tail.region.remote.group != self._group_of(0):
-            raise ConfigError(
-                f"tails arrive in device group {tail.region.remote.group}, rank 0 in {self._group_of(0)}: they share a"
-                " counter, so they must share the group"
-            )
         self._start()
 
     def submit(self, peer: PrefillPeer, request: Request) -> RequestHandle:
@@ -108,7 +103,7 @@ class DecodeMessenger(DecodeRequests):
                 pages_clean=True,
                 reason="peer_lost",
             )
-        check_page_lists(peer.plan, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
+        check_page_lists(peer.plan, fetching.dp, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
         self._check_not_poisoned(fetching)
         with self._lock:
             if self._num_requests >= MAX_OPEN_REQUESTS:
@@ -190,7 +185,7 @@ class DecodeMessenger(DecodeRequests):
 
     def _check_not_poisoned(self, fetching: Fetching) -> None:
         for index, pages in enumerate(fetching.pages):
-            if (page := self._poison.find(index, pages)) is not None:
+            if (page := self._poison.find(fetching.dp, index, pages)) is not None:
                 raise ConfigError(
                     f"group {self._spec.layout.groups[index].name}: page {page} may still be written for an earlier"
                     " request; it is set aside until reclaim() says otherwise or the engine is closed"
@@ -201,17 +196,21 @@ class DecodeMessenger(DecodeRequests):
         plan, tails = fetching.peer.plan, self._tails
         if tails is not None:
             fetching.tail_slot = tails.acquire()
+        expected = [
+            plan.expected_units(rank, fetching.source_set, fetching.num_tokens, cached=fetching.cached_tokens)
+            if self._spec.placement.coords(rank).dp == fetching.dp
+            else 0
+            for rank in range(len(self._spec.memory))
+        ]
+        expected.append(0 if tails is None else -(-tails.write_bytes // plan.unit_bytes))
         waiting = 0
-        for rank in range(len(self._spec.memory)):
-            units = plan.expected_units(rank, fetching.source_set, fetching.num_tokens, cached=fetching.cached_tokens)
-            if rank == 0 and tails is not None:
-                units += -(-tails.write_bytes // plan.unit_bytes)
+        for index, units in enumerate(expected):
             counter = None
             if units:
-                group = self._group_of(rank)
+                group = self._counting_group(index)
                 counter = self._engine.counter(unit_bytes=plan.unit_bytes, expected_units=units, group=group)
                 fetching.expected_units += units
-                waiting |= 1 << rank
+                waiting |= 1 << index
             fetching.counters.append(counter)
         if not waiting:
             raise ConfigError("there is nothing to fetch: every token is cached, and no tail is wanted")
@@ -223,6 +222,9 @@ class DecodeMessenger(DecodeRequests):
                 f" max_message_bytes of this engine is {limit}"
             )
 
-    def _group_of(self, rank: int) -> int:
-        """The device group that a rank's pages, and with rank 0 the tails, arrive in."""
-        return self._regions[rank][0].remote.group if self._regions[rank] else 0
+    def _counting_group(self, index: int) -> int:
+        """The device group that a rank's pages arrive in, or, behind all ranks, tails."""
+        if index < len(self._regions):
+            return self._regions[index][0].remote.group
+        assert self._tails is not None
+        return self._tails.region.remote.group

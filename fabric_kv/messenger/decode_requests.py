@@ -65,7 +65,7 @@ class DecodeRequests(DecodePeers):
         super().__init__(engine, spec, regions, tail, bounds, actor)
         self._lock = threading.Lock()  # Guards the next one, which submit() looks at.
         self._num_requests = 0
-        self._poison = PoisonBook(len(spec.layout.groups))
+        self._poison = PoisonBook(spec.placement.dp_size, len(spec.layout.groups))
 
     def _give_back(self, fetching: Fetching, *, clean: bool) -> None:
         """Counters and tail slot of a request that has ended."""
@@ -83,7 +83,7 @@ class DecodeRequests(DecodePeers):
             self._num_requests -= 1
         if not clean:
             peer, exceeded = fetching.peer, fetching.fetch.tainted
-            item = PoisonedPages(fetching.request_id, peer.epoch, tuple(fetching.pages), exceeded)
+            item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), exceeded)
             self._poison.add(item, peer._link.peer, fetching.tail_slot)
 
     # --- On the actor's thread ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 >>> link = Link(actor, engine, engine.add_peer(address, monitor=True), on_broken=print, on_idle=print)
 >>> link.send(wire.Accept(generation=7))           # on the actor's thread; never blocks
->>> check_page_lists(plan, 100, 0, pages)          # ConfigError names group, value and limit
+>>> check_page_lists(plan, 0, 100, 0, pages)          # ConfigError names group, value and limit
 """
 
 from __future__ import annotations
@@ -120,11 +120,6 @@ def check_setup(
     engine: Engine, spec: CacheSpec, regions: Sequence[Sequence[MemoryRegion]], tails: TailPool | None
 ) -> None:
     """Raise ConfigError unless regions and tails belong to ``engine`` and are what ``spec`` describes."""
-    if spec.placement.dp_size != 1:
-        raise ConfigError(
-            f"dp_size={spec.placement.dp_size}: a messenger drives one data-parallel replica; describe each replica"
-            " by a spec of its own"
-        )
     check_regions(spec, [[region.nbytes for region in rank] for rank in regions], "this side")
     for index, rank in enumerate(regions):
         groups = {region.remote.group for region in rank}
@@ -152,18 +147,24 @@ def check_regions(spec: CacheSpec, sizes: Sequence[Sequence[int]], side: str) ->
                 raise ConfigError(f"{side}, rank {rank}, region {index}: {nbytes} bytes, its spec needs {wanted}")
 
 
-def check_page_lists(plan: TransferPlan, num_tokens: int, cached: int, pages: Sequence[NDArray[np.int64]]) -> None:
-    """Raise ConfigError unless the decode side's page lists serve a request of ``num_tokens``.
+def check_page_lists(
+    plan: TransferPlan, dp: int, num_tokens: int, cached: int, pages: Sequence[NDArray[np.int64]]
+) -> None:
+    """Raise ConfigError unless the page lists of decode's replica ``dp`` serve a request of ``num_tokens``.
 
     Only entries that will be written are looked at: those of cached or forgotten tokens may hold anything.
     """
     if not 0 <= cached <= num_tokens:
         raise ConfigError(f"cached_tokens={cached} is out of range: it must lie in [0, {num_tokens}]")
+    placement = plan.dst.placement
+    if not 0 <= dp < placement.dp_size:
+        raise ConfigError(f"dp={dp} is out of range: the decode side has {placement.dp_size} data-parallel replicas")
+    replica = [memory for rank, memory in enumerate(plan.dst.memory) if placement.coords(rank).dp == dp]
     groups = plan.dst.layout.groups
     if len(pages) != len(groups):
         raise ConfigError(f"{len(pages)} page lists were given: the cache has {len(groups)} groups")
     for index, (group, array) in enumerate(zip(groups, pages, strict=True)):
-        holders = [memory for memory in plan.dst.memory if any(layer.group == index for layer in memory.layers)]
+        holders = [memory for memory in replica if any(layer.group == index for layer in memory.layers)]
         limit = min((memory.num_pages[index] for memory in holders), default=0)
         page_map = plan.page_map(index, cached, num_tokens, cached=cached, final=True, num_tokens=num_tokens)
         entries: list[NDArray[np.int64]] = []

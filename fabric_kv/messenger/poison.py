@@ -1,7 +1,7 @@
 """Pages that something may still write into, and how they come back.
 
->>> book.add(PoisonedPages("a", peer.epoch, (pages,)), peer, tail_slot=3)
->>> book.find(0, pages)                  # the first page that must not be used
+>>> book.add(PoisonedPages("a", peer.epoch, 0, (pages,)), peer, tail_slot=3)
+>>> book.find(0, 0, pages)               # the first page that must not be used
 >>> book.take(peer.epoch)                # the peer has been fenced: the pages are clean
 """
 
@@ -28,6 +28,8 @@ class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
     request_id : str
     peer : bytes
         Epoch of the prefill engine.
+    dp : int
+        The data-parallel replica whose pages they are.
     pages : tuple of ndarray of int64
         One list per cache group.
     exceeded : bool
@@ -36,6 +38,7 @@ class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
 
     request_id: str
     peer: bytes
+    dp: int
     pages: tuple[NDArray[np.int64], ...]
     exceeded: bool = False
 
@@ -43,10 +46,10 @@ class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
 class PoisonBook:
     """All poisoned pages of a decode side. Threads: any."""
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, dp_size: int, num_groups: int) -> None:
         self._lock = threading.Lock()  # guards all of these
         self._entries: list[tuple[PoisonedPages, int | None]] = []  # with the tail slot
-        self._by_group: list[set[int]] = [set() for _ in range(num_groups)]
+        self._by_group: list[list[set[int]]] = [[set() for _ in range(num_groups)] for _ in range(dp_size)]
         self._peers: dict[bytes, Peer] = {}
 
     @property
@@ -67,7 +70,7 @@ class PoisonBook:
         with self._lock:
             self._entries.append((item, tail_slot))
             self._peers[item.peer] = peer
-            for pages, poisoned in zip(item.pages, self._by_group, strict=True):
+            for pages, poisoned in zip(item.pages, self._by_group[item.dp], strict=True):
                 poisoned.update(pages.tolist())
 
     def take(self, epoch: bytes) -> list[tuple[PoisonedPages, int | None]]:
@@ -76,13 +79,15 @@ class PoisonBook:
             taken = [entry for entry in self._entries if entry[0].peer == epoch and not entry[0].exceeded]
             self._entries = [entry for entry in self._entries if entry[0].peer != epoch or entry[0].exceeded]
             self._peers.pop(epoch, None)
-            for group, poisoned in enumerate(self._by_group):
-                poisoned.clear()
-                poisoned.update(*(item.pages[group].tolist() for item, _ in self._entries))
+            for dp, groups in enumerate(self._by_group):
+                left = [item for item, _ in self._entries if item.dp == dp]
+                for group, poisoned in enumerate(groups):
+                    poisoned.clear()
+                    poisoned.update(*(item.pages[group].tolist() for item in left))
         return taken
 
-    def find(self, group: int, pages: NDArray[np.int64]) -> int | None:
-        """The smallest of these pages that is poisoned."""
+    def find(self, dp: int, group: int, pages: NDArray[np.int64]) -> int | None:
+        """The smallest of these pages of a replica that is poisoned."""
         with self._lock:
-            poisoned = self._by_group[group]
+            poisoned = self._by_group[dp][group]
             return min(poisoned.intersection(pages.tolist()), default=None) if poisoned else None

@@ -118,7 +118,7 @@ class PrefillMessenger(PrefillRequests):
             # Again, since another thread may have been here meanwhile.
             active = self._active_chunks(chunks)
             for serving, chunk in active:
-                serving.next_token = chunk.end
+                serving.next_token, serving.src_dp = chunk.end, chunk.dp
                 serving.planned_tokens = max(serving.planned_tokens, chunk.end)
                 serving.last_chunk_seen = chunk.final
             planned = collections.Counter(submission.outflow for submission in submissions)
@@ -243,13 +243,13 @@ class PrefillMessenger(PrefillRequests):
     def _active_chunks(self, chunks: Sequence[Chunk]) -> list[tuple[Serving, Chunk]]:
         """Chunks of requests that may still post, after a check of their order."""
         active = []
-        reached: dict[RequestKey, int | None] = {}
+        reached: dict[RequestKey, tuple[int | None, int]] = {}
         for chunk in chunks:
             serving = self._find(chunk.key)
             if serving is None or not serving.may_post:
                 continue
-            serving.check_chunk(chunk, reached.get(chunk.key, serving.next_token))
-            reached[chunk.key] = chunk.end
+            serving.check_chunk(chunk, *reached.get(chunk.key, (serving.next_token, serving.src_dp)))
+            reached[chunk.key] = chunk.end, chunk.dp
             active.append((serving, chunk))
         return active
 
@@ -260,14 +260,13 @@ class PrefillMessenger(PrefillRequests):
         return serving
 
     def _tail_submission(self, serving: Serving, tail: Mapping[str, ArrayLike] | None) -> TailSubmission | None:
-        session, slot = serving.session, serving.tail_slot
-        if slot is None or session.tail is None or session.tail_region is None:
+        session, place = serving.session, serving.tail
+        if place is None or session.tail is None or session.tail_region is None:
             return None
         if tail is None or self._tails is None:
             raise ConfigError(f"cannot finish {serving.key_text}: its decode side wants a tail, and none was given")
-        token = serving.tokens[0]
-        assert token is not None  # read_request checked it: the tail counts on rank 0.
         key = serving.request.key
         header = self._tails.header(key.request_id, key.generation, self._engine.epoch)
         payload = self._tails.to_payload(tail)
-        return TailSubmission(serving, header, payload, session.tail_region, slot * session.tail.slot_bytes, token)
+        offset = place.slot * session.tail.slot_bytes
+        return TailSubmission(serving, header, payload, session.tail_region, offset, place.counter)

@@ -49,14 +49,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens : array_like of int, shape (num_tokens,)
         The prompt without its last token: decode runs one step on that one when the pages are here.
     pages : sequence of array_like of int, each of shape (num_pages,)
-        This side's pages, one list per cache group, in token order from token 0. The same on every rank. They belong
-        to the messenger until the handle is done.
+        This side's pages, one list per cache group, in token order from token 0. The same on every rank of the replica.
+        They belong to the messenger until the handle is done.
     cached_tokens : int
         Tokens at the start whose pages hold the cache already; a multiple of this side's page size.
     deadline_s : float, optional
         Seconds from now to the last byte; ``Bounds.request_s`` by default.
     params : bytes
         Opaque, for the prefill scheduler.
+    dp : int
+        The data-parallel replica of this side that the request lives on.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     cached_tokens: int = 0
     deadline_s: float | None = None
     params: bytes = b""
+    dp: int = 0
 
 
 class Fetching:
@@ -81,7 +84,8 @@ class Fetching:
         self.pages = [wire.unpack_ints(packed) for packed in self.packed_pages]
         self.handle: RequestHandle
         self.source_set = 0
-        self.counters: list[Counter | None] = []
+        self.dp = operator.index(request.dp)
+        self.counters: list[Counter | None] = []  # of each rank, and of the tail
         self.expected_units = 0  # of all counters
         self.tail_slot: int | None = None
         self.fetch = Fetch(waiting=0)
@@ -121,6 +125,7 @@ class Fetching:
 
     def message(self) -> wire.Request:
         """What the prefill side is asked."""
+        tokens = [None if counter is None else counter.token for counter in self.counters]
         return wire.Request(
             request_id=self.request_id,
             generation=self.generation,
@@ -128,8 +133,10 @@ class Fetching:
             pages=self.packed_pages,
             source_set=self.source_set,
             cached=self.cached_tokens,
-            counters=[None if counter is None else counter.token for counter in self.counters],
+            counters=tokens[:-1],
             tail_slot=self.tail_slot,
+            tail_counter=tokens[-1],
+            dp=self.dp,
             deadline_s=self.deadline_s,
             params=self.params,
         )

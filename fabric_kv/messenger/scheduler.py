@@ -93,6 +93,9 @@ class Chunk(NamedTuple):
         ``end`` is the end of the request.
     computed : bool
         The pages hold these tokens already, in all layers: a hit of the prefix cache. They are written at once.
+    dp : int
+        The data-parallel replica of this side that computes it and has the pages; the same for all chunks, unless the
+        request is preempted in between.
     """
 
     key: RequestKey
@@ -101,6 +104,7 @@ class Chunk(NamedTuple):
     src_pages: Sequence[NDArray[Any]]
     final: bool = False
     computed: bool = False
+    dp: int = 0
 
 
 class Scheduler(Protocol):

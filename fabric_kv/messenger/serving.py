@@ -1,6 +1,6 @@
 """One accepted request on the prefill side, and the writes that its chunks turn into.
 
->>> serving.check_chunk(chunk, begin=serving.next_token)
+>>> serving.check_chunk(chunk, serving.next_token, serving.src_dp)
 >>> for submission in serving.plan_chunk(chunk, regions): ...
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from ..transfers import MemoryRegion
     from .sessions import Session
 
-__all__ = ["Serving", "error_of"]
+__all__ = ["Serving", "TailPlace", "error_of"]
+
+
+class TailPlace(NamedTuple):
+    """Where decode wants the tail, and what counts it."""
+
+    slot: int
+    counter: CounterToken
 
 
 class Serving(Outflow):
@@ -48,20 +55,23 @@ class Serving(Outflow):
         self,
         session: Session,
         request: PrefillRequest,
+        dst_dp: int,
         dst_pages: list[NDArray[np.int64]],
         tokens: list[CounterToken | None],
-        tail_slot: int | None,
+        tail: TailPlace | None,
         nbytes: int,
     ) -> None:
         super().__init__(session.link.peer)
         self.session = session
         self.request = request
         self.tokens = tokens
-        self.tail_slot = tail_slot
+        self.tail = tail
         self.nbytes = nbytes  # in whole units, of all ranks
+        self.dst_dp = dst_dp
         self.dst_pages = dst_pages
         self.timeline = Timeline(math.nan)  # from its arrival
         self.next_token: int | None = None
+        self.src_dp = 0  # where the chunks since the first one, or a preemption, are computed
         # Tokens that are written or will be. More than `next_token` while a preempted request is computed again.
         self.planned_tokens = 0
         self.on_quiet: Callable[[], object] | None = None  # It was preempted, and its writes are not retired yet.
@@ -89,7 +99,7 @@ class Serving(Outflow):
             "events_ms": self.timeline.text(),
         }
 
-    def check_chunk(self, chunk: Chunk, next_token: int | None) -> None:
+    def check_chunk(self, chunk: Chunk, next_token: int | None, src_dp: int) -> None:
         """Raise ConfigError unless the chunk follows the one that ended at ``next_token`` (None: there was none)."""
         begin, end, total = chunk.begin, chunk.end, self.request.num_tokens
         if self.on_quiet is not None:
@@ -101,8 +111,15 @@ class Serving(Outflow):
                 raise ConfigError(
                     f"{self.key_text}: the first chunk begins at token {begin}, it must begin in [0, {limit}]"
                 )
+        elif chunk.dp != src_dp:
+            raise ConfigError(
+                f"{self.key_text}: dp={chunk.dp}, but the chunks before were computed by replica {src_dp}"
+            )
         elif begin != next_token:
             raise ConfigError(f"{self.key_text}: the chunk begins at token {begin}: the last one ended at {next_token}")
+        placement = self.session.plan.src.placement
+        if not 0 <= chunk.dp < placement.dp_size:
+            raise ConfigError(f"{self.key_text}: dp={chunk.dp} is out of range: there are {placement.dp_size} replicas")
         if not begin < end <= total:
             raise ConfigError(f"{self.key_text}: the chunk ends at token {end}, it must end in ({begin}, {total}]")
         if chunk.final != (end == total):
@@ -137,7 +154,7 @@ class Serving(Outflow):
             )
             for group in range(len(src_pages))
         ]
-        pairs = plan.pairs(request.source_set)
+        pairs = plan.pairs(request.source_set, src_dp=chunk.dp, dst_dp=self.dst_dp)
         # By decode rank, and by the device group that sends: a submission has one of each.
         pieces: dict[tuple[int, int], list[PagePiece]] = {}
         for layer in range(plan.src.layout.num_layers):

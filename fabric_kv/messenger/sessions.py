@@ -16,7 +16,7 @@ from ..sharding import CacheSpec, TransferPlan, plan_transfer
 from . import wire
 from .peers import Link, check_page_lists, check_regions, tail_difference
 from .scheduler import PrefillRequest, RequestKey
-from .serving import Serving
+from .serving import Serving, TailPlace
 from .state import SeenWindow
 
 if TYPE_CHECKING:
@@ -114,21 +114,25 @@ class Session:
             raise ConfigError("the request has no tokens")
         if message.source_set >= self.plan.num_source_sets:
             raise ConfigError(f"source_set={message.source_set}: there are {self.plan.num_source_sets}")
-        check_page_lists(self.plan, int(tokens.size), message.cached, pages)
+        check_page_lists(self.plan, message.dp, int(tokens.size), message.cached, pages)
         wants_tail = self.tail is not None
-        if (message.tail_slot is not None) != wants_tail:
-            raise ProtocolError("a tail slot must be named if and only if the handshake named a tail pool")
+        if (message.tail_slot is not None, message.tail_counter is not None) != (wants_tail, wants_tail):
+            raise ProtocolError(
+                "a tail slot and its counter must be named if and only if the handshake named a tail pool"
+            )
         if self.tail is not None and message.tail_slot is not None and message.tail_slot >= self.tail.num_slots:
             raise ProtocolError(f"tail slot {message.tail_slot} is out of range: there are {self.tail.num_slots}")
         counters, total_units = message.counters, 0
         if len(counters) != len(self.plan.dst.memory):
             raise ProtocolError(f"{len(counters)} counters for {len(self.plan.dst.memory)} decode ranks")
         for rank, token in enumerate(counters):
-            units = self.plan.expected_units(rank, message.source_set, int(tokens.size), cached=message.cached)
+            units = 0
+            if self.plan.dst.placement.coords(rank).dp == message.dp:
+                units = self.plan.expected_units(rank, message.source_set, int(tokens.size), cached=message.cached)
             total_units += units
-            needed = units > 0 or (rank == 0 and wants_tail)
-            if (token is not None) != needed:
-                raise ProtocolError(f"decode rank {rank} must {'' if needed else 'not '}have a counter")
+            if (token is not None) != (units > 0):
+                raise ProtocolError(f"decode rank {rank} must {'' if units else 'not '}have a counter")
+        for token in (*counters, message.tail_counter):
             if token is not None and token.unit_bytes != self.plan.unit_bytes:
                 raise ProtocolError(f"a unit of {token.unit_bytes} bytes: the plan says {self.plan.unit_bytes}")
         request = PrefillRequest(
@@ -140,7 +144,11 @@ class Session:
             deadline_s=message.deadline_s,
             params=message.params,
         )
-        return Serving(self, request, pages, counters, message.tail_slot, total_units * self.plan.unit_bytes)
+        nbytes = total_units * self.plan.unit_bytes
+        tail = None
+        if message.tail_slot is not None and message.tail_counter is not None:
+            tail = TailPlace(message.tail_slot, message.tail_counter)
+        return Serving(self, request, message.dp, pages, counters, tail, nbytes)
 
     def find_flushes(self, ours: Iterable[RemoteRegion]) -> None:
         """Find out what :attr:`flushes` has to hold, from the regions that this side writes from."""

@@ -61,7 +61,7 @@ class TailPool:
         Tails at a time. Decode: requests in flight; one more makes ``submit`` raise WouldBlockError. Prefill: tails
         being written; one more waits.
     group : int
-        Device group that moves the tails; on the decode side that of rank 0.
+        Device group that moves the tails.
 
     Notes
     -----

@@ -46,7 +46,7 @@ __all__ = [
     "unpack_ints",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _MAGIC = b"FKV"
 
 # What one message may hold. Far above real use, and small enough that a hostile peer costs little memory; the number
@@ -123,8 +123,9 @@ class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
 class Request(msgspec.Struct, frozen=True, tag="request"):
     """One prompt to prefill and the decode pages that its cache goes to.
 
-    ``pages``: one list per cache group, in token order. ``counters``: one token per decode rank, None where that rank
-    receives nothing. ``deadline_s`` is a duration from arrival, so clocks need not agree.
+    ``pages``: one list per cache group, in token order, of the data-parallel replica ``dp``. ``counters``: one token
+    per decode rank, None where that rank receives nothing. ``tail_slot`` and ``tail_counter`` come together or not at
+    all. ``deadline_s`` is a duration from arrival, so clocks need not agree.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
@@ -137,6 +138,8 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     tail_slot: U31 | None
     deadline_s: Seconds
     params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)] = b""
+    dp: U31 = 0
+    tail_counter: CounterToken | None = None
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):

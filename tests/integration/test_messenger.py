@@ -373,4 +373,6 @@ def test_the_example_in_the_documentation_runs_as_printed():
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0.5 2.5]", "source pages are free again"]
+    # Two threads print, and each line in two pieces: the text and its end.
+    lines = ["[0.5 2.5]", "source pages are free again"]
+    assert done.stdout.replace("\n", "") in ("".join(lines), "".join(reversed(lines)))

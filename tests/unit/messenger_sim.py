@@ -23,17 +23,25 @@ TAIL = {"hidden": ("float32", (3,)), "drafts": ("int16", (2, 2))}
 BOUNDS = Bounds(handshake_s=1.0, accept_s=5.0, request_s=30.0, cancel_s=1.0, drain_s=2.0)
 
 
-def make_cache(tp_size, num_pages, page_tokens, fill, *, layers=LAYERS, heads=HEADS):
+def make_cache(tp_size, num_pages, page_tokens, fill, *, layers=LAYERS, heads=HEADS, dp_size=1):
     layout = KVLayout.attention(
         num_layers=layers, kv_heads=heads, head_dim=DIM, page_tokens=page_tokens, dtype="float32"
     )
-    placement = Placement(tp_size=tp_size)
+    placement = Placement(tp_size=tp_size, dp_size=dp_size)
     shapes = []
-    for rank in range(tp_size):
-        begin, end = placement.heads_of(rank, heads)
+    for rank in range(placement.num_ranks):
+        begin, end = placement.heads_of(placement.coords(rank).tp, heads)
         shapes.append((layers, 2, num_pages, end - begin, page_tokens, DIM))
     arrays = [np.full(shape, fill, np.float32) for shape in shapes]
     return CacheSpec.from_arrays(layout, placement, arrays), arrays
+
+
+def ranks_of(spec, dp):
+    """Ranks of one replica, with the heads that each holds."""
+    for rank in range(spec.placement.num_ranks):
+        at = spec.placement.coords(rank)
+        if at.dp == dp:
+            yield rank, slice(*spec.placement.heads_of(at.tp, HEADS))
 
 
 def stamp(number, num_tokens):
@@ -86,6 +94,7 @@ class Job:
         self.num_pages = len(pages)
         self.number = int.from_bytes(request.params, "little")
         self.values = stamp(self.number, request.num_tokens)
+        self.dp = self.pick_replica()
         self.at = 0
         self.step = None
         self.layers_left = []
@@ -115,7 +124,7 @@ class Job:
             end = min(total, self.at + self.sim.random.randint(1, 9))
             self.chunk = (self.at, end)
             computed = self.sim.random.random() < 0.2
-            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total, computed=computed)
+            chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total, computed, self.dp)
             layers = list(range(LAYERS))
             if self.sim.random.random() < 0.3:
                 self.sim.random.shuffle(layers)
@@ -134,9 +143,11 @@ class Job:
     def write_source(self, layer):
         for token in range(*self.chunk):
             page, row = divmod(token, self.sim.src_page_tokens)
-            for rank, array in enumerate(self.sim.src):
-                begin, end = self.sim.src_spec.placement.heads_of(rank, HEADS)
-                array[layer, :, self.pages[page], :, row] = self.values[layer, :, token, begin:end]
+            for rank, heads in ranks_of(self.sim.src_spec, self.dp):
+                self.sim.src[rank][layer, :, self.pages[page], :, row] = self.values[layer, :, token, heads]
+
+    def pick_replica(self):
+        return self.sim.random.randrange(self.sim.src_spec.placement.dp_size)
 
     def on_quiet(self):
         assert self.preempted == 1
@@ -146,6 +157,7 @@ class Job:
     def restart(self):
         """In other pages, from where a prefix cache helps out."""
         self.preempted = 0
+        self.dp = self.pick_replica()
         self.pages = np.array([self.sim.src_free.pop() for _ in range(self.num_pages)])
         self.sim.num_restarts += 1
         cached = self.sim.random.randint(0, self.at)
@@ -179,6 +191,8 @@ class Sim:
         num_pages=48,
         prove_fences=0.0,
         preempts=0.0,
+        prefill_dp=1,
+        decode_dp=1,
         admission=Admission(),
     ):
         print(f"seed {seed}")
@@ -190,8 +204,8 @@ class Sim:
         self.num_restarts = 0
         self.bounds = bounds
         self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens
-        self.src_spec, self.src = make_cache(prefill_tp, num_pages, src_page_tokens, SPOILT)
-        self.dst_spec, self.dst = make_cache(decode_tp, num_pages, dst_page_tokens, CANARY)
+        self.src_spec, self.src = make_cache(prefill_tp, num_pages, src_page_tokens, SPOILT, dp_size=prefill_dp)
+        self.dst_spec, self.dst = make_cache(decode_tp, num_pages, dst_page_tokens, CANARY, dp_size=decode_dp)
         self.src_free = self.random.sample(range(num_pages), num_pages)
         self.dst_free = self.random.sample(range(num_pages), num_pages)
         self.num_pages = num_pages
@@ -303,6 +317,7 @@ class Fetch:
         self.number = len(sim.fetches)
         needed = -(-num_tokens // sim.dst_page_tokens)
         self.pages = np.array([sim.dst_free.pop() for _ in range(needed)])
+        self.dp = sim.random.randrange(sim.dst_spec.placement.dp_size)
         self.poisoned = False
         self.ends = 0
         self.result = self.error = None
@@ -317,6 +332,7 @@ class Fetch:
                     cached_tokens=cached_tokens,
                     deadline_s=deadline_s,
                     params=self.number.to_bytes(4, "little"),
+                    dp=self.dp,
                 ),
             )
         except Exception:
@@ -348,10 +364,12 @@ class Fetch:
         expected = stamp(self.number, self.num_tokens)
         for token in range(self.cached, self.num_tokens):
             page, row = divmod(token, self.sim.dst_page_tokens)
-            for rank, array in enumerate(self.sim.dst):
-                begin, end = self.sim.dst_spec.placement.heads_of(rank, HEADS)
-                found = array[:, :, self.pages[page], :, row]
-                assert (found == expected[:, :, token, begin:end]).all(), f"token {token} of rank {rank}"
+            for rank, heads in ranks_of(self.sim.dst_spec, self.dp):
+                found = self.sim.dst[rank][:, :, self.pages[page], :, row]
+                assert (found == expected[:, :, token, heads]).all(), f"token {token} of rank {rank}"
+        ours = {rank for rank, _ in ranks_of(self.sim.dst_spec, self.dp)}
+        for rank, array in enumerate(self.sim.dst):
+            assert rank in ours or (array[:, :, self.pages] == CANARY).all(), f"rank {rank} of another replica"
         if self.sim.decode_tails is not None:
             tail = self.sim.tail_of(self.number)
             assert {name: array.tolist() for name, array in self.result.tail.items()} == {

@@ -23,6 +23,8 @@ def make_sim(seed, **changes):
         decode_tp=chooser.choice([1, 3]),
         src_page_tokens=chooser.choice([4, 8]),
         dst_page_tokens=chooser.choice([4, 8]),
+        prefill_dp=chooser.choice([1, 1, 2]),
+        decode_dp=chooser.choice([1, 1, 3]),
         tails=chooser.random() < 0.7,
         options=options,
         num_pages=24,

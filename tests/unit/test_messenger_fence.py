@@ -1,5 +1,6 @@
 """A lost prefill side is fenced: pages come back clean where that is proven, and not a moment before."""
 
+import itertools
 import random
 
 import numpy as np
@@ -118,12 +119,12 @@ def test_a_peer_that_leaves_gives_its_keys_back(seed):
 @pytest.mark.parametrize("run", range(4))
 def test_the_book_agrees_with_a_plain_list(seed, run):
     dice = random.Random(seed + run)
-    book, plain = PoisonBook(2), []
+    book, plain = PoisonBook(3, 2), []
     for number in range(60):
         if dice.random() < 0.7:
             pages = tuple(np.array(dice.sample(range(40), dice.randint(0, 3)), np.int64) for _ in range(2))
             epoch = bytes([dice.randrange(4)])
-            item = PoisonedPages(str(number), epoch, pages, dice.random() < 0.2)
+            item = PoisonedPages(str(number), epoch, dice.randrange(3), pages, dice.random() < 0.2)
             book.add(item, Peer(None, epoch), number)
             plain.append(item)
         else:
@@ -134,7 +135,7 @@ def test_the_book_agrees_with_a_plain_list(seed, run):
             plain = [i for i in plain if i.peer != epoch or i.exceeded]
         assert book.items == plain
         assert {peer.epoch for peer in book.peers} == {item.peer for item in plain if not item.exceeded}
-        for group in range(2):
-            poisoned = {page for item in plain for page in item.pages[group].tolist()}
+        for dp, group in itertools.product(range(3), range(2)):
+            poisoned = {page for item in plain if item.dp == dp for page in item.pages[group].tolist()}
             wanted = np.array(dice.sample(range(40), 5))
-            assert book.find(group, wanted) == min(poisoned.intersection(wanted.tolist()), default=None)
+            assert book.find(dp, group, wanted) == min(poisoned.intersection(wanted.tolist()), default=None)

@@ -31,6 +31,38 @@ def test_every_byte_arrives_in_its_place(seed, prefill_tp, decode_tp, tails):
     assert len(sim.scheduler.released) == 4
 
 
+@pytest.mark.parametrize(("prefill_dp", "decode_dp"), [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 3), (3, 1)])
+def test_a_request_lives_on_one_replica_of_each_side(seed, prefill_dp, decode_dp, prefill_tp, decode_tp):
+    sim = Sim(seed, prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_dp=prefill_dp, decode_dp=decode_dp)
+    for n in (1, 4, 5, 19, 11, 7):
+        sim.submit(n)
+    sim.run(lambda: all(fetch.handle.done() for fetch in sim.fetches))
+    assert all(fetch.result for fetch in sim.fetches)
+    sim.run(lambda: not sim.scheduler.jobs)
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_replicas_that_do_not_exist_are_refused(seed):
+    sim = Sim(seed, prefill_dp=2, decode_dp=2)
+    sim.scheduler.pause = True
+    with pytest.raises(ConfigError, match="dp=2 is out of range: the decode side has 2 data-parallel replicas"):
+        sim.decode.submit(sim.peer, Request(request_id="r", tokens=[1], pages=[[0]], dp=2))
+    fetch = sim.submit(8)
+    sim.run(lambda: sim.scheduler.jobs)
+    (job,) = sim.scheduler.jobs.values()
+    key, pages = job.request.key, [job.pages]
+    with pytest.raises(ConfigError, match="dp=2 is out of range: there are 2 replicas"):
+        sim.prefill.begin_step([Chunk(key, 0, 4, pages, dp=2)])
+    two = [Chunk(key, 0, 4, pages, dp=1), Chunk(key, 4, 8, pages, final=True)]
+    with pytest.raises(ConfigError, match="dp=0, but the chunks before were computed by replica 1"):
+        sim.prefill.begin_step(two)
+    sim.scheduler.pause = False
+    sim.run(fetch.handle.done)
+    assert fetch.result
+
+
 @pytest.mark.parametrize(("src", "dst"), [(4, 8), (8, 4), (4, 6)])
 def test_pages_of_other_sizes_are_reassembled(seed, src, dst):
     sim = Sim(seed, prefill_tp=3, src_page_tokens=src, dst_page_tokens=dst)
@@ -391,7 +423,7 @@ def test_no_answer_at_all_is_bounded(seed):
     assert "neither accepted nor rejected within 5 s" in str(fetch.error)
     # The Request may still arrive over there.
     assert fetch.error.pages_clean is False
-    assert [slot.poisoned for slot in sim.decode_engine.slots] == [True]
+    assert [slot.poisoned for slot in sim.decode_engine.slots] == [True, True]  # of the pages and of the tail
     assert sim.decode_tails.num_poisoned == 1
     sim.check_all()
 

@@ -149,16 +149,16 @@ def test_a_peer_of_another_version_is_told(seed, monkeypatch):
     other = another_decode(sim)
     encode = wire.encode
 
-    def encode_as_v2(message):
+    def encode_as_v3(message):
         frame = bytearray(encode(message))
-        frame[3] = 2 if isinstance(message, wire.Hello) else 1
+        frame[3] = 3 if isinstance(message, wire.Hello) else 2
         return bytes(frame)
 
-    monkeypatch.setattr(wire, "encode", encode_as_v2)
-    with pytest.raises(PlanError, match="the peer speaks messenger protocol 2, this side speaks 1"):
+    monkeypatch.setattr(wire, "encode", encode_as_v3)
+    with pytest.raises(PlanError, match="the peer speaks messenger protocol 3, this side speaks 2"):
         connect(sim, other)
     monkeypatch.setattr(wire, "encode", lambda message: encode(message)[:3] + b"\x07" + encode(message)[4:])
-    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 1"):
+    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 2"):
         connect(sim, another_decode(sim))
 
 
@@ -222,6 +222,7 @@ class Liar:
             "cached": 0,
             "counters": [CounterToken(0, 0, unit, 0)],
             "tail_slot": 1,
+            "tail_counter": CounterToken(0, 0, unit, 1),
             "deadline_s": 5.0,
         }
         self.say(wire.Request(**{**fields, **changes}))
@@ -322,7 +323,10 @@ def test_strangers_are_counted_and_dropped(sim, liar):
         ({"counters": [CounterToken(0, 0, 1, 0)]}, "a unit of 1 bytes: the plan says"),
         ({"counters": [CounterToken(0, 0, 1, 0)] * 2}, "2 counters for 1 decode ranks"),
         ({"tail_slot": 2}, "tail slot 2 is out of range: there are 2"),
-        ({"tail_slot": None}, "a tail slot must be named"),
+        ({"tail_slot": None}, "a tail slot and its counter must be named"),
+        ({"tail_counter": None}, "a tail slot and its counter must be named"),
+        ({"tail_counter": CounterToken(0, 0, 1, 0)}, "a unit of 1 bytes: the plan says"),
+        ({"dp": 1}, "dp=1 is out of range: the decode side has 1 data-parallel replicas"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -401,7 +405,7 @@ def test_a_write_that_the_engine_refuses_fails_only_its_request(sim, liar):
     still_works(sim)
 
 
-@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x01" + b)), max_size=5))
+@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x02" + b)), max_size=5))
 @settings(max_examples=30)
 def test_random_bytes_change_nothing(frames):
     sim = Sim(1)

@@ -27,7 +27,7 @@ def test_a_request_that_works_leaves_one_line_on_each_side(seed, caplog):
     expected = [("decode", "request 0", "READY", "True", "13"), ("prefill", "request 0", "RELEASED", "True", "13")]
     assert sorted(lines(caplog)) == expected
     decode, prefill = sorted(record.getMessage() for record in caplog.records if record.name.endswith(".requests"))
-    assert decode.count("CounterFired+") == 3
+    assert decode.count("CounterFired+") == 4
     assert re.search(r"events_ms=Sent\+0.000,", decode)
     for event in ("Accepted+", "Step+", "Finish+", "AllPlanned+", "Retired+"):
         assert event in prefill

@@ -12,6 +12,7 @@ from fabric_kv.errors import ConfigError, ProtocolError
 from fabric_kv.messenger import wire
 from fabric_kv.regions import CounterToken
 
+VERSION = b"FKV\x02"
 REQUEST = wire.Request(
     request_id="r1",
     generation=5,
@@ -23,6 +24,8 @@ REQUEST = wire.Request(
     tail_slot=2,
     deadline_s=1.5,
     params=b"xyz",
+    dp=2,
+    tail_counter=CounterToken(3, 1, 4096, 1),
 )
 HELLO = wire.Hello(
     session=3,
@@ -51,24 +54,25 @@ def test_every_message_survives_the_wire(message):
     assert wire.decode(wire.encode(message)) == message
 
 
-def test_version_1_bytes_do_not_change():
+def test_version_2_bytes_do_not_change():
     """A change here needs a new PROTOCOL_VERSION."""
-    assert wire.encode(wire.Accept(5)).hex() == "464b560182a474797065a6616363657074aa67656e65726174696f6e05"
+    assert wire.encode(wire.Accept(5)).hex() == "464b560282a474797065a6616363657074aa67656e65726174696f6e05"
     assert wire.encode(wire.Fail(5, "x", True)).hex() == (
-        "464b560184a474797065a46661696caa67656e65726174696f6e05a6726561736f6ea178ab70616765735f636c65616ec3"
+        "464b560284a474797065a46661696caa67656e65726174696f6e05a6726561736f6ea178ab70616765735f636c65616ec3"
     )
     assert wire.encode(REQUEST).hex() == (
-        "464b56018ba474797065a772657175657374aa726571756573745f6964a27231aa67656e65726174696f6e05a6746f6b656e"
+        "464b56028da474797065a772657175657374aa726571756573745f6964a27231aa67656e65726174696f6e05a6746f6b656e"
         "739220c40c010000000200000070110100a57061676573929220c40809000000040000009240c4080000000000010000aa73"
         "6f757263655f73657401a663616368656410a8636f756e7465727392940301cd100000c0a97461696c5f736c6f7402aa6465"
-        "61646c696e655f73cb3ff8000000000000a6706172616d73c40378797a"
+        "61646c696e655f73cb3ff8000000000000a6706172616d73c40378797aa2647002ac7461696c5f636f756e746572940301cd"
+        "100001"
     )
 
 
 def test_a_hello_of_another_version_says_who_asks():
     frame = bytearray(wire.encode(HELLO))
-    frame[3] = 2
-    with pytest.raises(wire.VersionMismatch, match="peer speaks messenger protocol 2, this side speaks 1") as caught:
+    frame[3] = 3
+    with pytest.raises(wire.VersionMismatch, match="peer speaks messenger protocol 3, this side speaks 2") as caught:
         wire.decode(bytes(frame))
     assert caught.value.hello == wire.AnyHello(3, b"addr", bytes(16))
     frame = bytearray(wire.encode(wire.Accept(1)))
@@ -80,7 +84,7 @@ def test_a_hello_of_another_version_says_who_asks():
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_by_type(data):
-    for frame in (data, b"FKV" + data, b"FKV\x01" + data):
+    for frame in (data, b"FKV" + data, VERSION + data):
         try:
             wire.decode(frame)
         except ProtocolError:
@@ -101,7 +105,7 @@ def test_damaged_messages_are_refused_by_type(message, data):
 
 def body(**changes):
     fields = {"type": "request", **msgspec.to_builtins(REQUEST, builtin_types=(bytes,)), **changes}
-    return b"FKV\x01" + msgspec.msgpack.encode(fields)
+    return VERSION + msgspec.msgpack.encode(fields)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +138,12 @@ def test_values_out_of_range_are_refused(changes):
 
 def test_deep_nesting_is_refused():
     with pytest.raises(ProtocolError):
-        wire.decode(b"FKV\x01" + b"\x91" * 100_000)
+        wire.decode(VERSION + b"\x91" * 100_000)
 
 
 def test_a_length_of_4_gib_costs_nothing():
     with pytest.raises(ProtocolError):
-        wire.decode(b"FKV\x01\x82\xa4type\xa6cancel\xaageneration\xc6\xff\xff\xff\xff")
+        wire.decode(VERSION + b"\x82\xa4type\xa6cancel\xaageneration\xc6\xff\xff\xff\xff")
 
 
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=20))

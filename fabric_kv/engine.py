@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .buffers import Buffer, is_same, locate
+from .buffers import locate
 from .config import EngineOptions
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
-from .errors import ClosedError, ConfigError, FabricError, RegistrationError, StuckError
+from .errors import ClosedError, ConfigError, FabricError, StuckError
 from .futures import Completion
 from .memory.buffer import SharedBuffer
-from .memory.staging import StagingFigures, stage_pieces
-from .memory.visibility import Visibility
+from .memory.staging import stage_pieces
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
+from .registry import Registry, to_remote
 from .submission import PageList, check_deadline, check_token, encode_pieces
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
@@ -53,17 +53,12 @@ _DRAIN_S = 1.0
 _log = logging.getLogger("fabric_kv")
 
 
-# What NICs may still touch that could not be closed: buffers, and what transfers refer to.
-_kept: dict[_native.Engine, list[object]] = {}
-
-
-def _close(native: _native.Engine, dispatcher: Dispatcher, regions: weakref.WeakSet[MemoryRegion]) -> None:
+def _close(native: _native.Engine, dispatcher: Dispatcher, registry: Registry) -> None:
     try:
         native.close(_DRAIN_S)
     except StuckError as error:
         _log.error("%s", error)
-        with dispatcher.lock:
-            _kept[native] = [*(r._owner for r in regions), *(t._keep for t in dispatcher.transfers.values())]
+        registry.keep()
     finally:
         dispatcher.stop()
 
@@ -91,11 +86,6 @@ def _load_native() -> ModuleType:
             "(needs libfabric's headers: apt-get install libfabric-dev)"
         ) from error
     return _native
-
-
-def _to_remote(keys: _native._Keys) -> RemoteRegion:
-    epoch, group, nbytes, ends, rails = keys
-    return RemoteRegion(epoch, group, nbytes, tuple(ends), tuple(tuple(rail) for rail in rails))
 
 
 class Engine:
@@ -172,13 +162,8 @@ class Engine:
             epoch, tuple(tuple(group) for group in addresses), process and ProcessIdentity(*process)
         )
         self._dispatcher = Dispatcher(self._native, options)
-        self._registered: weakref.WeakValueDictionary[tuple[int, int, int], MemoryRegion] = (
-            weakref.WeakValueDictionary()
-        )
-        self._visibility = Visibility()
-        self._staging = StagingFigures()
-        self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._regions)
+        self._registry = Registry(self._native, self._dispatcher)
+        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._registry)
         _engines.add(self)
         self._dispatcher.start()
 
@@ -252,7 +237,7 @@ class Engine:
             "closed": self.closed,
             "groups": groups,
             "left_out": list(self._left_out),
-            "staging": self._staging.describe(),
+            "staging": self._registry.staging.describe(),
             **self._dispatcher.describe(),
         }
         return Description(about)
@@ -293,68 +278,11 @@ class Engine:
         """
         with contextlib.ExitStack() as held:
             adopt = held.enter_context(buffer._registering()) if isinstance(buffer, SharedBuffer) else None
-            region = self._register(locate(buffer), group, staging)
+            self._check_group(group)
+            region = self._registry.register(self, locate(buffer), group, staging)
             if adopt is not None:
                 adopt(region)
         return region
-
-    def _register(self, found: Buffer, group: int, staging: str | None) -> MemoryRegion:
-        self._check_group(group)
-        if staging is not None:
-            return self._register_staged(found, group, staging)
-        key = (found.address, found.nbytes, group)
-        native = self._registered_before(key, found)
-        if native is None and found.device == "cpu":
-            native = self._native.register_region(found.address, found.nbytes, group)
-        elif native is None:
-            native = self._register_device(found, group)
-        region = MemoryRegion(self, native, found.owner, _to_remote(self._native.describe_region(native)))
-        self._registered[key] = region
-        with self._dispatcher.lock:
-            self._regions.add(region)
-            if self._native in _kept:  # close() gave up meanwhile
-                _kept[self._native].append(found.owner)
-        return region
-
-    def _registered_before(self, key: tuple[int, int, int], found: Buffer) -> _native.Region | None:
-        before = self._registered.get(key)
-        # The region holds its buffer, so that a buffer which is the same object has its memory still.
-        if before is None or not is_same(before._owner, found.owner):
-            return None
-        if found.device != "cpu" and not isinstance(found.owner, SharedBuffer):
-            return None  # engines put a sleeping model's tensors on other memory, at the same addresses
-        try:
-            return self._native.register_again(before._native)
-        except ClosedError:  # deregistered meanwhile, or the engine is closed
-            return None
-
-    def _register_staged(self, found: Buffer, group: int, staging: str) -> MemoryRegion:
-        if staging != "host" or found.device == "cpu":
-            raise ConfigError(f"staging={staging!r} of memory on {found.device}: only 'host' of a CUDA device's memory")
-        from .memory.staging import Staging
-
-        stage = Staging(found.address, found.nbytes, found.owner, self._staging)
-        region = self.register(stage.mirror, group=group)
-        region._staging = stage
-        return region
-
-    def _register_device(self, found: Buffer, group: int) -> _native.Region:
-        rail = self._native.describe()[group]["rails"][0] if not self.closed else None
-        if rail is not None and not rail["device_memory"]:
-            raise RegistrationError(
-                f"memory on {found.device} cannot be registered: provider {rail['provider']} was opened without device "
-                "memory. Hint: EngineOptions(device_memory=True)",
-                op="register",
-                provider=rail["provider"],
-                nic=rail["domain"],
-            )
-        from .memory.ranges import device_parts
-
-        with device_parts(found.address, found.nbytes) as (device, parts):
-            native = self._native.register_device(found.address, device, parts, group)
-        self._visibility.add(group, device)
-        self._dispatcher.before_ready = self._visibility.flush
-        return native
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -749,7 +677,7 @@ class Engine:
         self._finalizer()
         # Where another thread was first, its close() may still be at work: memory is safe only after it.
         self._native.close(_DRAIN_S)
-        _kept.pop(self._native, None)
+        self._registry.let_go()
 
     def __enter__(self) -> Engine:
         return self
@@ -846,7 +774,7 @@ class Engine:
         region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
-        return _to_remote(self._native.share_region(region._native, peer._native))
+        return to_remote(self._native.share_region(region._native, peer._native))
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         if not 0 <= expected_units < 2**57:

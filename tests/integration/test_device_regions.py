@@ -78,6 +78,12 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
     log = ctypes.CDLL(os.environ["FABRIC_KV_LIBFABRIC_HOME"] + "/libfabric.so.1").not_a_fabric_log
     log.restype = ctypes.c_char_p
     print(log().decode(), end="")
+for engine in (here, Engine("tcp", nics=["127.0.0.1"], options=options)):
+    engine.close()
+    try:
+        target.region(engine)
+    except Exception as error:
+        print("closed", type(error).__name__)
 target.close()
 source.close()
 held = (ctypes.c_long * 6)()
@@ -128,6 +134,8 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(
         *[f"{kind} cuda:1 {handle}+0"] * 3,
         f"{kind} cuda:1 {handle - 100}+{offset}",
         f"{kind} cuda:1 100+0",
+        "closed ClosedError",
+        "closed ClosedError",
         "held [0, 0, 0, 1, 0, 0]",  # the context is kept
     ]
 

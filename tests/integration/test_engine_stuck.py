@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fabric_kv.config import EngineOptions
-from fabric_kv.engine import Engine, _kept
+from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, StuckError
+from fabric_kv.registry import _kept
 
 from .engine_peer import LONG, wait_for
 from .shm_queue import held_lock, knows_locks

@@ -57,6 +57,8 @@ class Prepared:
 class Transfer:
     @property
     def id(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 @final
 class Engine:

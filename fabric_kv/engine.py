@@ -552,7 +552,7 @@ class Engine:
         for _, dst, token in parts:
             check_token(token, dst)
         native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
-        transfers = [Transfer(self, peer, 0, None) for peer, _, _ in parts]
+        transfers = [Transfer(self, peer, None) for peer, _, _ in parts]
         return self._track(transfers, lambda: self._native.submit_signals(native, group))
 
     def flush(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
@@ -564,7 +564,7 @@ class Engine:
         It ends in TransferError on a NIC that does not keep writes in order (``describe()``'s ``ordered_writes``; shm,
         EFA): there only the receiver's counters prove arrival.
         """
-        transfer = Transfer(self, peer, 0, None)
+        transfer = Transfer(self, peer, None)
         return self._track([transfer], lambda: [self._native.submit_flush(peer._native, dst.native(), group)])[0]
 
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
@@ -579,7 +579,7 @@ class Engine:
         if not 0 <= value < limit:
             raise ConfigError(f"value={value} must lie in [0, {limit})")
         native = [(peer._native, dst.native(), _NO_TOKEN, 0, value)]
-        return self._track([Transfer(self, peer, 0, None)], lambda: self._native.submit_signals(native, group))[0]
+        return self._track([Transfer(self, peer, None)], lambda: self._native.submit_signals(native, group))[0]
 
     def on_notify(self, fn: Callable[[int, int], None] | None) -> None:
         """Call ``fn(group, value)`` for each :meth:`notify` of a peer. One callback; None removes it."""
@@ -602,9 +602,9 @@ class Engine:
                 f"a message of {len(payload)} bytes is above the limit "
                 f"max_message_bytes={self.options.max_message_bytes}"
             )
-        return self._track(
-            [Transfer(self, peer, len(payload), None)], lambda: [self._native.submit_message(peer._native, payload)]
-        )[0]
+        return self._track([Transfer(self, peer, None)], lambda: [self._native.submit_message(peer._native, payload)])[
+            0
+        ]
 
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
@@ -640,7 +640,6 @@ class Engine:
             self._check_open()
             slot, generation = self._native.allocate_counter(group, unit_bytes)
             counter = Counter(self, CounterToken(slot, generation, unit_bytes, group))
-            counter._count_callback_error = self._dispatcher.count_callback_error
             self._dispatcher.counters[group, slot, generation] = counter
         if expected_units is not None:
             try:
@@ -707,7 +706,6 @@ class Engine:
 
     def _enter(self, transfer: Transfer, native: _native.Transfer) -> None:
         transfer._native = native
-        transfer._count_callback_error = self._dispatcher.count_callback_error
         self._dispatcher.transfers[native.id] = transfer
 
     def _submit_writes(
@@ -722,9 +720,9 @@ class Engine:
         gate = None if watch is None else watch._native
         for peer, given, token in parts:
             pieces = list(given)
-            encoded, lists, keep, nbytes = encode_pieces(self, pieces, token)
+            encoded, lists, keep = encode_pieces(self, pieces, token)
             stage_pieces(pieces, waits=watch is not None)
-            transfers.append(Transfer(self, peer, nbytes, (keep, watch), deadline_s))
+            transfers.append(Transfer(self, peer, (keep, watch), deadline_s))
             native.append((peer._native, encoded, lists, token.native() if token else _NO_TOKEN, gate, step))
         return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
 
@@ -732,13 +730,12 @@ class Engine:
         self,
         prepared: Prepared,
         lists: _native._PageLists,
-        nbytes: int,
         token: CounterToken | None,
         deadline_s: float | None,
         watch: Watch | None,
         step: int,
     ) -> Transfer:
-        transfer = Transfer(self, prepared.peer, nbytes, (prepared._keep, watch), deadline_s)
+        transfer = Transfer(self, prepared.peer, (prepared._keep, watch), deadline_s)
         key = token.native() if token else _NO_TOKEN
         gate = None if watch is None else watch._native
         dispatcher = self._dispatcher
@@ -758,9 +755,9 @@ class Engine:
 
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
         check_deadline(deadline_s)
-        encoded, lists, keep, nbytes = encode_pieces(self, [piece], None)
+        encoded, lists, keep = encode_pieces(self, [piece], None)
         native = [(peer._native, encoded, lists, _NO_TOKEN, None, 0)]
-        transfer = Transfer(self, peer, nbytes, keep, deadline_s)
+        transfer = Transfer(self, peer, keep, deadline_s)
         transfer._reads_into = piece.src.remote.group
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
 

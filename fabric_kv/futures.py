@@ -37,10 +37,9 @@ class Completion(Generic[T]):
     # nothing is allocated under it, since the garbage collector may end transfers anywhere.
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
-    def __init__(self) -> None:
-        self._outcome: tuple[T, None] | tuple[None, BaseException] | None = None
-        self._waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
-        self._count_callback_error: Callable[[], object] | None = None
+    # Of the class until they are set: most transfers end without anybody having waited.
+    _outcome: tuple[T, None] | tuple[None, BaseException] | None = None
+    _waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
 
     @staticmethod
     def abandon_lock() -> None:
@@ -89,8 +88,7 @@ class Completion(Generic[T]):
             fn(self)
         except CALLBACK_ERRORS:
             _log.exception("a callback of %r raised", self)
-            if self._count_callback_error is not None:
-                self._count_callback_error()
+            self._count_callback_error()
 
     def _future(self) -> concurrent.futures.Future[T]:
         existing = self._waited_for
@@ -124,6 +122,9 @@ class Completion(Generic[T]):
         except concurrent.futures.TimeoutError:
             if self._outcome is None:
                 raise self._timeout_error(timeout) from None
+
+    def _count_callback_error(self) -> None:
+        """A callback has raised; for whoever counts these."""
 
     def _timeout_error(self, timeout: float | None) -> Exception:
         return TimeoutError(f"{self!r} has not ended after {timeout} s")

@@ -102,7 +102,6 @@ class Prepared:
         native: list[_native._Piece] = []
         regions: list[MemoryRegion] = []
         self._dst: dict[int, RemoteRegion] = {}  # one of each group
-        self._page_bytes: list[int] = []  # [page lists]
         for piece in pieces:
             check_sizes(engine, piece)
             if piece.src._staging is not None:
@@ -114,8 +113,6 @@ class Prepared:
             self._dst[piece.dst.group] = piece.dst
             native.append((piece.src._native, *piece[1:3], native_remote(piece.dst), *piece[4:]))
             regions.append(piece.src)
-            self._page_bytes += [0] * (piece.lists + 1 - len(self._page_bytes))
-            self._page_bytes[piece.lists] += piece.nbytes * piece.rows
         self._keep = list(dict.fromkeys(regions))
         self._native = engine._new_prepared(peer, native)
 
@@ -156,5 +153,4 @@ class Prepared:
             for dst in self._dst.values():
                 check_token(token, dst)
         native = [(as_pages("src_pages", src), as_pages("dst_pages", dst)) for src, dst in lists]
-        nbytes = sum(len(src) * size for (src, _), size in zip(native, self._page_bytes, strict=False))
-        return self._engine._submit_prepared(self, native, nbytes, token, deadline_s, watch, step)
+        return self._engine._submit_prepared(self, native, token, deadline_s, watch, step)

@@ -1,6 +1,6 @@
 """Checks what a caller wants to move and puts it into the form that the C++ core takes.
 
->>> pieces, lists, keep, nbytes = encode_pieces(engine, [PagePiece(...)], token)
+>>> pieces, lists, keep = encode_pieces(engine, [PagePiece(...)], token)
 >>> as_pages("src_pages", [4, 7, 1])
 
 What only the core can check (pages against their regions) it checks itself, before anything is posted.
@@ -8,7 +8,7 @@ What only the core can check (pages against their regions) it checks itself, bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from .prepared import PreparedPiece
 
 __all__ = ["PageList", "as_pages", "check_deadline", "check_sizes", "check_token", "encode_pieces", "native_remote"]
+
+
+_to_native: Callable[[NDArray[np.integer[Any]]], _native.PageList] | None = None  # once it was needed
+# What most callers have, and the core takes as it is.
+_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 
 class PageList:
@@ -56,22 +61,25 @@ class PageList:
 
 def as_pages(name: str, pages: Any) -> _native.PageList:
     """Page indices as the core takes them: a copy, unless they are a PageList."""
+    global _to_native
     if type(pages) is PageList:
         return pages._native
-    from . import _native
+    if _to_native is None:
+        from . import _native
 
+        _to_native = _native.PageList
     array = pages if type(pages) is np.ndarray else np.asarray(pages)
+    if (array.dtype is _INT64 or array.dtype is _INT32) and array.ndim == 1:
+        return _to_native(array)
     if array.ndim != 1:
         raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")
-    if array.size == 0:
-        return _native.PageList(np.empty(0, np.int64))
-    if array.dtype.kind not in "iu":
+    if array.size and array.dtype.kind not in "iu":
         raise ConfigError(f"{name} must hold integers (page indices), not {array.dtype}")
-    if array.dtype == np.uint64 and int(array.max()) >= 2**63:
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise ConfigError(f"{name} holds {int(array.max())}, which is no page index")
-    if not (array.flags.c_contiguous and array.dtype.isnative):
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-    return _native.PageList(array)
+    if not (array.dtype.isnative and array.flags.aligned):
+        array = np.require(array, array.dtype.newbyteorder("="), "A")
+    return _to_native(array)
 
 
 def check_deadline(deadline_s: float | None) -> None:
@@ -89,6 +97,7 @@ def check_token(token: CounterToken, dst: RemoteRegion) -> None:
         )
 
 
+_TOO_LARGE = 2**63
 _MAX_REMOTES = 4096
 _remotes: dict[int, tuple[RemoteRegion, _native.RemoteRegion]] = {}
 
@@ -111,9 +120,18 @@ def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
         raise ConfigError(f"{piece.src!r} was registered with another engine")
     if piece.src._lost is not None:
         raise copy(piece.src._lost)  # the one that is kept would keep the frames that it passes
-    sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
-    row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
-    if min(*sizes, *row_sizes) < 0 or max(*sizes, *row_sizes) >= 2**63:
+    if not (
+        0 <= piece.src_offset < _TOO_LARGE
+        and 0 <= piece.src_stride < _TOO_LARGE
+        and 0 <= piece.dst_offset < _TOO_LARGE
+        and 0 <= piece.dst_stride < _TOO_LARGE
+        and 0 <= piece.nbytes < _TOO_LARGE
+        and 0 <= piece.rows < _TOO_LARGE
+        and 0 <= piece.src_row_stride < _TOO_LARGE
+        and 0 <= piece.dst_row_stride < _TOO_LARGE
+    ):
+        sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
+        row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
         raise ConfigError(f"offsets, strides and sizes must lie in [0, 2^63): {sizes}, rows {row_sizes}")
     if piece.rows >= 2**32:
         raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
@@ -122,15 +140,14 @@ def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
 
 
 def encode_pieces(
-    engine: Engine, pieces: Iterable[PagePiece], token: CounterToken | None
-) -> tuple[list[_native._Piece], _native._PageLists, list[MemoryRegion], int]:
-    """The pieces and page lists for the core, the regions to keep alive meanwhile, and the bytes in total."""
+    engine: Engine, pieces: Sequence[PagePiece], token: CounterToken | None
+) -> tuple[list[_native._Piece], _native._PageLists, list[MemoryRegion]]:
+    """The pieces and page lists for the core, and the regions to keep alive meanwhile."""
     native: list[_native._Piece] = []
     lists: _native._PageLists = []
     # Pieces of one submission often share lists: each is converted once. `pieces` keeps what the keys name alive.
     index_of: dict[tuple[int, int], int] = {}
-    keep, nbytes = [], 0
-    pieces = list(pieces)
+    keep = []
     for piece in pieces:
         check_sizes(engine, piece)
         if token is not None:
@@ -156,5 +173,4 @@ def encode_pieces(
             )
         )
         keep.append(piece.src)
-        nbytes += piece.nbytes * piece.rows * len(lists[index_of[key]][0])
-    return native, lists, keep, nbytes
+    return native, lists, keep

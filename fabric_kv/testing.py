@@ -509,7 +509,7 @@ class MemoryEngine:
             raise ClosedError("the peer was removed")
         if len(self._open) >= self.options.max_transfers:
             raise WouldBlockError("too many transfers", limit=self.options.max_transfers)
-        return _NumberedTransfer(cast("Engine", self), peer, nbytes, None)
+        return _MemoryTransfer(cast("Engine", self), peer, nbytes)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -548,10 +548,18 @@ class MemoryEngine:
         counter._fail(ClosedError("the counter was released before it fired"))
 
 
-class _NumberedTransfer(Transfer):
+class _MemoryTransfer(Transfer):
+    def __init__(self, engine: Engine, peer: Peer, nbytes: int) -> None:
+        super().__init__(engine, peer, None)
+        self._nbytes = nbytes
+
     @property
     def id(self) -> int:
         return 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
 
 
 def _word(step: int, layers: int) -> int:

@@ -221,20 +221,24 @@ class Transfer(Completion[None]):
     bounded all the same, and raises TransferTimeoutError while ``done()`` is still False.
     """
 
-    def __init__(self, engine: Engine, peer: Peer, nbytes: int, keep: object, deadline_s: float | None = None) -> None:
-        super().__init__()
+    _reads_into: int | None = None  # of a read: the device group that its data arrives in
+
+    def __init__(self, engine: Engine, peer: Peer, keep: object, deadline_s: float | None = None) -> None:
         self._stop_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self._engine = engine
         self._native: _native.Transfer  # set while submitting
         self._keep = keep  # the regions, until the end
-        self._reads_into: int | None = None  # of a read: the device group that its data arrives in
         self.peer = peer
-        self.nbytes = nbytes
 
     @property
     def id(self) -> int:
         """Number of the transfer in its engine, as errors and logs name it."""
-        return int(self._native.id)
+        return self._native.id
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move: of all its pages, or of the message."""
+        return self._native.nbytes
 
     @property
     def state(self) -> str:
@@ -253,6 +257,9 @@ class Transfer(Completion[None]):
         if timeout is None and self._stop_s < math.inf:
             timeout = max(self._stop_s - time.monotonic(), 0.0) + _DRAIN_S
         super()._wait(timeout)
+
+    def _count_callback_error(self) -> None:
+        self._engine._dispatcher.count_callback_error()
 
     def _timeout_error(self, timeout: float | None) -> Exception:
         return TransferTimeoutError(
@@ -273,7 +280,6 @@ class Counter(Completion[None]):
     """
 
     def __init__(self, engine: Engine, token: CounterToken) -> None:
-        super().__init__()
         # Not the engine itself: it keeps its counters, and one that was never released would keep it open for ever.
         self._engine_ref = weakref.ref(engine)
         self._released = False
@@ -307,6 +313,10 @@ class Counter(Completion[None]):
         engine = self._engine_ref()
         if engine is not None:
             engine._release(self, quiescent)
+
+    def _count_callback_error(self) -> None:
+        if (engine := self._engine_ref()) is not None:
+            engine._dispatcher.count_callback_error()
 
     def _alive_engine(self) -> Engine:
         engine = self._engine_ref()

@@ -120,11 +120,11 @@ class DecodeMessenger(DecodeRequests):
         fetching.handle = RequestHandle(
             request.request_id,
             self._actor,
-            lambda: self._actor.post(partial(self._apply, fetching, CancelAsked())),
-            fetching.received_units,
-            fetching.expected_units,
+            cancel=lambda: self._actor.post(partial(self._apply, fetching, CancelAsked())),
+            received=fetching.received_units,
+            total=fetching.expected_units,
+            on_callback_error=lambda: self._actor.post(self._count_callback_error),
         )
-        fetching.handle._count_callback_error = lambda: self._actor.post(self._count_callback_error)
         self._actor.post(partial(self._send_request, fetching))
         return fetching.handle
 

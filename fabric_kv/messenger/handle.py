@@ -59,14 +59,21 @@ class RequestHandle(Completion[RequestResult]):
     """
 
     def __init__(
-        self, request_id: str, actor: Actor, cancel: Callable[[], None], received: Callable[[], int], total: int
+        self,
+        request_id: str,
+        actor: Actor,
+        *,
+        cancel: Callable[[], None],
+        received: Callable[[], int],
+        total: int,
+        on_callback_error: Callable[[], None],
     ) -> None:
-        super().__init__()
         self.request_id = request_id
         self._actor = actor
         self._cancel = cancel
         self._received = received
         self._total = total
+        self._on_callback_error = on_callback_error
         self._state = RequestState.SENT
 
     def __repr__(self) -> str:
@@ -92,6 +99,9 @@ class RequestHandle(Completion[RequestResult]):
         if self._actor.is_current and not self.done():
             raise ConfigError(f"request {self.request_id!r}: the messenger's own thread would wait for itself")
         super()._wait(timeout)
+
+    def _count_callback_error(self) -> None:
+        self._on_callback_error()
 
     def _timeout_error(self, timeout: float | None) -> Exception:
         return TransferTimeoutError(f"request {self.request_id!r} has not ended within {timeout} s and goes on")

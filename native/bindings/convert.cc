@@ -13,8 +13,13 @@ py::tuple to_tuple(const PageRange& range) { return py::make_tuple(range.piece, 
 
 template <typename Integer>
 Pages copy_pages(const py::array& array) {
+    const auto num_pages = array.size();
     const auto* data = static_cast<const Integer*>(array.data());
-    return make_pages({data, data + array.size()});
+    if (array.strides(0) == sizeof(Integer)) return make_pages({data, data + num_pages});
+    std::vector<std::int64_t> pages(static_cast<std::size_t>(num_pages));
+    for (py::ssize_t i = 0; i < num_pages; ++i)
+        pages[static_cast<std::size_t>(i)] = static_cast<std::int64_t>(*static_cast<const Integer*>(array.data(i)));
+    return make_pages(std::move(pages));
 }
 
 }  // namespace
@@ -117,9 +122,13 @@ Engine::Prepared to_prepared(std::shared_ptr<Peer> peer, const py::list& pieces)
 }
 
 Pages to_pages(const py::array& array) {
-    if (array.ndim() != 1 || !(array.flags() & py::array::c_style) || !array.dtype().attr("isnative").cast<bool>())
-        throw Error(ErrorKind::kConfig, "page indices must be a contiguous array of one dimension");
-    switch (array.dtype().kind() << 8 | static_cast<int>(array.itemsize())) {
+    const auto dtype = array.dtype();
+    if (array.ndim() != 1) throw Error(ErrorKind::kConfig, "page indices must be one-dimensional");
+    if (array.size() == 0) return make_pages({});
+    const bool is_plain = dtype.byteorder() == '=' || dtype.byteorder() == '|';
+    if (!is_plain || !(array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_))
+        throw Error(ErrorKind::kConfig, "page indices must be aligned and in this machine's byte order");
+    switch (dtype.kind() << 8 | static_cast<int>(array.itemsize())) {
         case 'i' << 8 | 1:
             return copy_pages<std::int8_t>(array);
         case 'i' << 8 | 2:

@@ -10,9 +10,9 @@ using namespace fkv;
 
 namespace {
 
-// An engine and the NICs that it had to do without.
 constexpr const char* kFenceMeans[] = {"none", "registrations", "exit"};  // as Fence::Means
 
+// An engine and the NICs that it had to do without.
 struct OpenedEngine {
     EnginePtr engine;
     std::vector<std::string> left_out;
@@ -40,6 +40,15 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
 
 std::int64_t deadline_after(double seconds) {
     return seconds > 0 ? now_ns() + static_cast<std::int64_t>(seconds * kSecond) : 0;
+}
+
+// Whether checking these takes long enough to let go of the GIL, which may take long to get back.
+bool is_long(const std::vector<Engine::Submission>& submissions) {
+    constexpr std::size_t kFewPages = 4096;
+    std::size_t num_pages = 0;
+    for (const auto& submission : submissions)
+        for (const auto& piece : submission.pieces) num_pages += piece.num_pages();
+    return num_pages > kFewPages;
 }
 
 }  // namespace
@@ -95,9 +104,9 @@ PYBIND11_MODULE(_native, m) {
         .def(py::init([](const std::shared_ptr<Peer>& peer, const py::list& pieces) {
             return std::make_shared<Engine::Prepared>(to_prepared(peer, pieces));
         }));
-    py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer").def_property_readonly("id", [](const Transfer& t) {
-        return t.id;
-    });
+    py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
+        .def_property_readonly("id", [](const Transfer& t) { return t.id; })
+        .def_property_readonly("nbytes", [](const Transfer& t) { return t.nbytes; });
 
     m.def(
         "open_engine",
@@ -210,7 +219,8 @@ PYBIND11_MODULE(_native, m) {
                      submission.step = t[5].cast<std::uint64_t>();
                  }
                  const auto kind = read ? Transfer::Kind::kRead : Transfer::Kind::kWrite;
-                 py::gil_scoped_release release;
+                 std::optional<py::gil_scoped_release> release;
+                 if (is_long(native)) release.emplace();
                  return e.submit_pages(kind, std::move(native), deadline_after(deadline_s));
              })
         .def("submit_prepared",
@@ -222,7 +232,8 @@ PYBIND11_MODULE(_native, m) {
                  submission.step = step;
                  std::vector<Engine::Submission> one;
                  one.push_back(std::move(submission));
-                 // Not worth letting go of the GIL, which may take longer to get back than this takes.
+                 std::optional<py::gil_scoped_release> release;
+                 if (is_long(one)) release.emplace();
                  return e.submit_pages(Transfer::Kind::kWrite, std::move(one), deadline_after(deadline_s))[0];
              })
         .def("set_watch", &Engine::set_watch)

@@ -356,7 +356,8 @@ std::vector<std::shared_ptr<Transfer>> Engine::submit_pages(Transfer::Kind kind,
         for (const auto& piece : submission.pieces) check_piece(*submission.peer, piece, index, submission.token);
         if (submission.watch) check_layers(submission.pieces, submission.step);
         auto transfer = new_transfer(kind, submission.peer);
-        transfer->urgent = total_bytes(submission.pieces) <= kUrgentBytes;
+        transfer->nbytes = total_bytes(submission.pieces);
+        transfer->urgent = transfer->nbytes <= kUrgentBytes;
         transfer->pieces = std::move(submission.pieces);
         transfer->token = submission.token;
         transfer->watch = std::move(submission.watch);
@@ -401,6 +402,7 @@ std::shared_ptr<Transfer> Engine::submit_message(const std::shared_ptr<Peer>& pe
                                             " bytes is above the limit of " + std::to_string(kMaxMessageBytes));
     auto transfer = new_transfer(Transfer::Kind::kMessage, peer);
     transfer->message.assign(payload.begin(), payload.end());
+    transfer->nbytes = payload.size();
     submit_to(*groups_[0], {transfer});
     return transfer;
 }

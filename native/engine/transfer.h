@@ -35,6 +35,7 @@ struct Transfer {
     Kind kind = Kind::kWrite;
     std::shared_ptr<Peer> peer;
     std::vector<PagePiece> pieces;
+    std::uint64_t nbytes = 0;  // of all pieces or the message
     CounterToken token;
     std::vector<std::byte> message;                  // kMessage: what to send, cut into frames while posting
     std::shared_ptr<const RemoteRegion> signal_dst;  // kSignal, kFlush: a region at the peer; nothing is written there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -49,6 +50,7 @@ class Core:
 class Submission:
     def __init__(self, number: int) -> None:
         self.id = number
+        self.nbytes = 100
 
 
 def make(**options: Any) -> tuple[Core, Dispatcher]:
@@ -57,9 +59,9 @@ def make(**options: Any) -> tuple[Core, Dispatcher]:
 
 
 def open_transfer(dispatcher: Dispatcher, number: int) -> Transfer:
-    transfer = Transfer(cast("Any", None), Peer(cast("Any", None), A), 100, None)
+    engine = SimpleNamespace(_dispatcher=dispatcher)
+    transfer = Transfer(cast("Any", engine), Peer(cast("Any", None), A), None)
     transfer._native = cast("Any", Submission(number))
-    transfer._count_callback_error = dispatcher.count_callback_error
     dispatcher.transfers[number] = transfer
     return transfer
 

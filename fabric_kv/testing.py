@@ -15,7 +15,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Transfer
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .prepared import Watch
+    from .prepared import Prepared, PreparedPiece, Watch
 
 __all__ = ["MemoryEngine", "MemoryFabric"]
 
@@ -322,6 +322,10 @@ class MemoryEngine:
                 self.fabric.add(partial(self._retire, write))
             return transfer
 
+    def prepare(self, peer: Peer, pieces: Iterable[PreparedPiece]) -> Prepared:
+        """As Engine.prepare."""
+        return cast("Prepared", _MemoryPrepared(self, peer, list(pieces)))
+
     def watch(self) -> Watch:
         """As Engine.watch, for words that ``set`` alone writes."""
         return cast("Watch", _MemoryWatch(self.fabric))
@@ -546,6 +550,17 @@ class MemoryEngine:
             else:
                 slot.poisoned = True
         counter._fail(ClosedError("the counter was released before it fired"))
+
+
+class _MemoryPrepared(NamedTuple):
+    engine: MemoryEngine
+    peer: Peer
+    pieces: list[PreparedPiece]
+
+    def submit(self, lists: Sequence[tuple[Any, Any]], **options: Any) -> Transfer:
+        """As Prepared.submit."""
+        pieces = [PagePiece(*piece[:7], *lists[piece.lists], *piece[7:11]) for piece in self.pieces]
+        return self.engine.submit(self.peer, pieces, **options)
 
 
 class _MemoryTransfer(Transfer):

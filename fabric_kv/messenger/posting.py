@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..prepared import Watch
     from ..regions import CounterToken, RemoteRegion
-    from ..transfers import PagePiece, Peer, Transfer
+    from ..transfers import Peer, Transfer
     from .tail import TailPool
+    from .writes import PageLists, RankWrites
 
 __all__ = ["Outflow", "Poster", "Submission", "TailSubmission", "may_still_land"]
 
@@ -49,16 +50,20 @@ class Outflow:
 
 
 class Submission:
-    """One call of ``engine.submit``: pieces for one decode rank, which wait for their layers.
+    """Pages for one decode rank; ``layers`` wait until they are done, where there are any.
 
     ``watch`` and ``step`` are set when the step is opened.
     """
 
-    __slots__ = ("outflow", "pieces", "step", "token", "watch")
+    __slots__ = ("layers", "lists", "outflow", "step", "token", "watch", "writes")
 
-    def __init__(self, outflow: Outflow, pieces: Sequence[PagePiece], token: CounterToken) -> None:
+    def __init__(
+        self, outflow: Outflow, writes: RankWrites, lists: PageLists, layers: frozenset[int], token: CounterToken
+    ) -> None:
         self.outflow = outflow
-        self.pieces = pieces
+        self.writes = writes
+        self.lists = lists
+        self.layers = layers
         self.token = token
         self.watch: Watch | None = None
         self.step = 0
@@ -170,8 +175,7 @@ class Poster:
 
     def _post_pages(self, item: Submission) -> bool:
         def submit() -> Transfer:
-            peer = item.outflow.peer
-            return self._engine.submit(peer, item.pieces, token=item.token, watch=item.watch, step=item.step)
+            return item.writes.submit(self._engine, item.outflow.peer, item.lists, item.token, item.watch, item.step)
 
         if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.may_post:
             return False

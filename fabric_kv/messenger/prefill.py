@@ -113,7 +113,7 @@ class PrefillMessenger(PrefillRequests):
             active = self._active_chunks(chunks)
         submissions: list[Submission] = []
         for serving, chunk in active:
-            submissions += serving.plan_chunk(chunk, self._regions)
+            submissions += serving.plan_chunk(chunk)
         with self._poster.lock:
             # Again, since another thread may have been here meanwhile.
             active = self._active_chunks(chunks)
@@ -132,7 +132,7 @@ class PrefillMessenger(PrefillRequests):
             if submissions:
                 word = watch or self._engine.watch()
                 for submission in submissions:
-                    if any(piece.layer for piece in submission.pieces):
+                    if submission.layers:
                         submission.watch, submission.step = word, step
                 if watch is None:
                     self._steps.open(step, word, submissions)

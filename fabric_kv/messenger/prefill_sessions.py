@@ -83,7 +83,7 @@ class PrefillSessions(Messenger):
                 raise Refusal(
                     "too_many_peers", f"the prefill side serves {self._admission.max_peers} decode engines already"
                 )
-            session = Session.greet(hello, link, spec=self._spec, tails=self._tails)
+            session = Session.greet(hello, link, spec=self._spec, ours=self._regions, tails=self._tails)
         except Refusal as refusal:
             self._counts["refused_hellos"] += 1
             self._part(link, wire.HelloReply(hello.session, refusal.kind, str(refusal)[: wire.MAX_REASON_CHARS]))

@@ -1,13 +1,13 @@
 """One accepted request on the prefill side, and the writes that its chunks turn into.
 
 >>> serving.check_chunk(chunk, serving.next_token, serving.src_dp)
->>> for submission in serving.plan_chunk(chunk, regions): ...
+>>> for submission in serving.plan_chunk(chunk): ...
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from ..errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from ..transfers import PagePiece
 from .actor import Timer
 from .posting import Outflow, Submission
 from .scheduler import Chunk, PrefillRequest
@@ -31,7 +30,6 @@ from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ..regions import CounterToken
-    from ..transfers import MemoryRegion
     from .sessions import Session
 
 __all__ = ["Serving", "TailPlace", "error_of"]
@@ -128,8 +126,8 @@ class Serving(Outflow):
         if len(chunk.src_pages) != len(groups):
             raise ConfigError(f"{self.key_text}: {len(chunk.src_pages)} page lists, the cache has {len(groups)} groups")
 
-    def plan_chunk(self, chunk: Chunk, regions: Sequence[Sequence[MemoryRegion]]) -> list[Submission]:
-        """The submissions of a chunk, one per decode rank and device group here, in the order of their layers.
+    def plan_chunk(self, chunk: Chunk) -> list[Submission]:
+        """The submissions of a chunk, one per decode rank and device group here.
 
         None where all of it was planned before the request was preempted.
 
@@ -154,47 +152,13 @@ class Serving(Outflow):
             )
             for group in range(len(src_pages))
         ]
-        pairs = plan.pairs(request.source_set, src_dp=chunk.dp, dst_dp=self.dst_dp)
-        # By decode rank, and by the device group that sends: a submission has one of each.
-        pieces: dict[tuple[int, int], list[PagePiece]] = {}
-        for layer in range(plan.src.layout.num_layers):
-            for group in plan.groups_of_layer(layer):
-                if not maps[group]:
-                    continue
-                for src_rank, dst_rank in pairs:
-                    writes = plan.writes(
-                        src_rank,
-                        dst_rank,
-                        layer,
-                        maps[group],
-                        src_pages[group],
-                        self.dst_pages[group],
-                        source_set=request.source_set,
-                    )
-                    target = self.session.regions[dst_rank]
-                    for w in writes:
-                        src = regions[src_rank][w.src_region]
-                        piece = PagePiece(
-                            src=src,
-                            src_offset=w.src_offset,
-                            src_stride=w.src_stride,
-                            dst=target[w.dst_region],
-                            dst_offset=w.dst_offset,
-                            dst_stride=w.dst_stride,
-                            nbytes=w.nbytes,
-                            src_pages=w.src_pages,
-                            dst_pages=w.dst_pages,
-                            rows=w.rows,
-                            src_row_stride=w.src_row_stride,
-                            dst_row_stride=w.dst_row_stride,
-                            layer=0 if chunk.computed else layer + 1,
-                        )
-                        pieces.setdefault((dst_rank, src.remote.group), []).append(piece)
         submissions = []
-        for (dst_rank, _), found in pieces.items():
-            token = self.tokens[dst_rank]
+        for rank, lists, layers in self.session.writes.of_chunk(
+            maps, src_pages, self.dst_pages, source_set=request.source_set, src_dp=chunk.dp, dst_dp=self.dst_dp
+        ):
+            token = self.tokens[rank.dst_rank]
             assert token is not None  # read_request checked that every rank that receives has one
-            submissions.append(Submission(self, found, token))
+            submissions.append(Submission(self, rank, lists, frozenset() if chunk.computed else layers, token))
         return submissions
 
 

@@ -1,13 +1,13 @@
 """The prefill side of handshakes: who may send requests, and where their pages may be written.
 
->>> session = Session.greet(hello, spec=spec, tails=tails, link=link)     # Refusal, with a reason for decode, if not
+>>> session = Session.greet(hello, link, spec=spec, ours=regions, tails=tails)     # Refusal, with a reason, if not
 
 One session per decode engine and ``connect``; the requests it serves are numbered without gaps from ``number`` on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, FabricKVError, ProtocolError
@@ -18,8 +18,10 @@ from .peers import Link, check_page_lists, check_regions, tail_difference
 from .scheduler import PrefillRequest, RequestKey
 from .serving import Serving, TailPlace
 from .state import SeenWindow
+from .writes import SessionWrites
 
 if TYPE_CHECKING:
+    from ..transfers import MemoryRegion
     from .tail import TailPool
 
 __all__ = ["Refusal", "Session"]
@@ -46,12 +48,14 @@ class Session:
         plan: TransferPlan,
         regions: list[list[RemoteRegion]],
         tail_region: RemoteRegion | None,
+        writes: SessionWrites,
     ) -> None:
         self.epoch: bytes = link.peer.epoch
         self.number = hello.session
         self.link = link
         self.plan = plan
         self.regions = regions
+        self.writes = writes
         self.tail = hello.tail
         self.tail_region = tail_region
         self.seen = SeenWindow(hello.session)
@@ -69,9 +73,10 @@ class Session:
         link: Link,
         *,
         spec: CacheSpec,
+        ours: Sequence[Sequence[MemoryRegion]],
         tails: TailPool | None,
     ) -> Session:
-        """Check a Hello and open a session.
+        """Check a Hello and open a session, with ``ours`` the regions of this side's ranks.
 
         Raises
         ------
@@ -98,7 +103,7 @@ class Session:
         difference = tail_difference(tails, hello.tail)
         if difference:
             raise Refusal("incompatible", difference)
-        return cls(hello, link, plan, regions, tail_region)
+        return cls(hello, link, plan, regions, tail_region, SessionWrites(plan, ours, regions))
 
     def read_request(self, message: wire.Request) -> Serving:
         """Check a request against the plan.

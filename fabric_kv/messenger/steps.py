@@ -1,6 +1,6 @@
 """Forward steps under way: which layers of each are done, as a word that the engine's writes wait for.
 
->>> steps.open(step, watch, submissions)       # each of their pieces waits for its layer
+>>> steps.open(step, watch, submissions)       # each of their layers waits until it is done
 >>> steps.layer_done(step, layer=0)            # the engine posts layer 0, with no Python in between
 
 Each step has a word of its own: several may be under way, and layers of one may finish in any order. The word counts
@@ -51,8 +51,7 @@ class Steps:
         """From now on ``layer_done`` moves the watch that these submissions wait for."""
         open_ = _Open(watch)
         for submission in submissions:
-            layers = open_.layers.setdefault(submission.outflow, set())
-            layers.update(piece.layer - 1 for piece in submission.pieces if piece.layer)
+            open_.layers.setdefault(submission.outflow, set()).update(submission.layers)
         open_.left = set().union(*open_.layers.values())
         with self._lock:
             if open_.left:

@@ -10,6 +10,7 @@ units must arrive.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from .compat import check_compatible
 from .cutting import Cutter
 from .fragments import Fragment
 from .layout import check_range
-from .pages import PageMap, Pieces
+from .pages import PageMap, Pieces, Selected
 from .report import PlanCost, cost_of, explain
 from .routes import Routes
 
@@ -186,6 +187,19 @@ class TransferPlan:
         if not fragments or not page_map:
             return []
         selected = page_map.select(src_pages, dst_pages)
+        self.check_pages(src_rank, dst_rank, group, selected)
+        out = []
+        for kind, sr, so, ss, dr, do, ds, nbytes, rows, srs, drs in fragments:
+            chosen = selected[kind]
+            if chosen is not None:
+                out.append(PageWrite(sr, so, ss, dr, do, ds, nbytes, chosen[0], chosen[1], rows, srs, drs))
+        return out
+
+    def check_pages(self, src_rank: int, dst_rank: int, group: int, selected: Iterable[Selected | None]) -> None:
+        """Raise ConfigError if one of the pages that a chunk sends does not exist on either rank.
+
+        ``selected`` is what ``PageMap.select`` has returned for the group.
+        """
         num_src = self.src.memory[src_rank].num_pages[group]
         num_dst = self.dst.memory[dst_rank].num_pages[group]
         for chosen in selected:
@@ -195,12 +209,6 @@ class TransferPlan:
                 self._refuse_page("prefill", src_rank, group, num_src, chosen.src_low, chosen.src_high)
             if chosen.dst_low < 0 or chosen.dst_high >= num_dst:
                 self._refuse_page("decode", dst_rank, group, num_dst, chosen.dst_low, chosen.dst_high)
-        out = []
-        for kind, sr, so, ss, dr, do, ds, nbytes, rows, srs, drs in fragments:
-            chosen = selected[kind]
-            if chosen is not None:
-                out.append(PageWrite(sr, so, ss, dr, do, ds, nbytes, chosen[0], chosen[1], rows, srs, drs))
-        return out
 
     def expected_units(self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0) -> int:
         """Units that arrive at ``dst_rank`` for a whole request: all layers, all sources, data only."""

@@ -27,7 +27,7 @@ class Word:
 
 
 def submission(outflow, layers):
-    return SimpleNamespace(outflow=outflow, pieces=[SimpleNamespace(layer=layer + 1) for layer in layers])
+    return SimpleNamespace(outflow=outflow, layers=frozenset(layers))
 
 
 def open_step(*outflows):
@@ -71,7 +71,7 @@ def test_nobody_waits_for_layers_that_only_an_ended_request_had(requests, random
 
 def test_what_was_computed_before_waits_for_nothing():
     steps = Steps()
-    steps.open(STEP, Word(), [SimpleNamespace(outflow="a", pieces=[SimpleNamespace(layer=0)])])
+    steps.open(STEP, Word(), [SimpleNamespace(outflow="a", layers=frozenset())])
     assert steps.num_open == 0
     assert not steps.layer_done(STEP, 0)
 

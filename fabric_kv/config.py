@@ -61,6 +61,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         WouldBlockError. Each costs a registration on every NIC of the region's group.
     num_counters : int
         Completion-counter slots per device group; at most 131071 (17 bits, one reserved).
+    advertise : dict of str to str
+        By what address peers reach a NIC, where that is not its own: behind a NAT, or in a container whose ports are
+        mapped. From the NIC's own ``host`` or ``host:port`` to another; IPv6 with a port as ``[host]:port``. Only for
+        NICs with IP addresses.
     """
 
     progress: str = "adaptive"
@@ -79,6 +83,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_peer_registrations: int = 4096
     device_memory: bool = False
     num_counters: int = 65536
+    advertise: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if self.progress not in PROGRESS_MODES:

@@ -33,6 +33,7 @@ from .memory.staging import stage_pieces
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .registry import Registry, to_remote
+from .sockaddr import names_of, replaced, text_of
 from .submission import PageList, check_deadline, check_token, encode_pieces
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
@@ -61,6 +62,24 @@ def _close(native: _native.Engine, dispatcher: Dispatcher, registry: Registry) -
         registry.keep()
     finally:
         dispatcher.stop()
+
+
+def _advertised(bound: list[list[bytes]], options: EngineOptions) -> tuple[tuple[bytes, ...], ...]:
+    """What peers are told, for each rail of each group."""
+    unused = dict(options.advertise)
+
+    def told(ours: bytes) -> bytes:
+        for name in names_of(ours):
+            if name in options.advertise:
+                unused.pop(name, None)
+                return replaced(ours, options.advertise[name])
+        return ours
+
+    addresses = tuple(tuple(told(ours) for ours in group) for group in bound)
+    if unused and options.strict:
+        there = [text_of(ours) or "no IP address" for group in bound for ours in group]
+        raise ConfigError(f"advertise names {sorted(unused)}, but the NICs have {there}")
+    return addresses
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -98,7 +117,8 @@ class Engine:
         providers are used only when named.
     nics : sequence of str
         The rails of the one device group: libfabric domain names (``rdmap0s6``, ``mlx5_0``, ``eth0``) or IP addresses.
-        By default the first one offered.
+        By default the first one offered. An address may name a port (``10.0.0.5:7000``, ``[::1]:7000``); otherwise any
+        free one is taken, which ``describe()`` tells.
     groups : sequence of sequence of str, optional
         Instead of ``nics``: the rails of each device group.
     cpus : sequence of sequence of int, optional
@@ -157,10 +177,14 @@ class Engine:
         for why in self._left_out:
             _log.warning("started without a NIC: %s", why)
         self.options = options
-        epoch, addresses, process = self._native.address()
-        self._address = EngineAddress(
-            epoch, tuple(tuple(group) for group in addresses), process and ProcessIdentity(*process)
-        )
+        epoch, self._bound, process = self._native.address()
+        try:
+            self._address = EngineAddress(
+                epoch, _advertised(self._bound, options), process and ProcessIdentity(*process)
+            )
+        except ConfigError:
+            self._native.close(0.0)
+            raise
         self._dispatcher = Dispatcher(self._native, options)
         self._registry = Registry(self._native, self._dispatcher)
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._registry)
@@ -228,8 +252,10 @@ class Engine:
         """What was opened, each rail's mode and why, and the figures so far: a dict that prints as a table."""
         path, version = _load_native().library()
         groups = [] if self.closed else self._native.describe()
-        for rail in (rail for group in groups for rail in group["rails"]):
-            rail["mode"], rail["mode_why"] = explain_mode(rail)
+        for group, bound, told in zip(groups, self._bound, self._address.groups, strict=False):
+            for rail, ours, theirs in zip(group["rails"], bound, told, strict=True):
+                rail["mode"], rail["mode_why"] = explain_mode(rail)
+                rail["address"], rail["advertised"] = text_of(ours), text_of(theirs)
         about = {
             "libfabric": {"path": path, "version": version},
             "epoch": self.epoch.hex(),

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string_view>
 
@@ -18,6 +19,26 @@ bool is_ip_address(const std::string& text) {
     // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope.
     const auto bare = text.substr(0, text.find('%'));
     return inet_pton(AF_INET, bare.c_str(), buffer) == 1 || inet_pton(AF_INET6, bare.c_str(), buffer) == 1;
+}
+
+struct HostPort {
+    std::string host;
+    std::string port;  // empty: any free one
+};
+
+// "10.0.0.5", "10.0.0.5:7000", "::1", "[::1]", "[::1]:7000"; nothing if it is no address.
+std::optional<HostPort> parse_address(const std::string& text) {
+    if (is_ip_address(text)) return HostPort{text, {}};
+    const bool bracketed = text.starts_with('[');
+    const auto end = bracketed ? text.find(']') : text.rfind(':');
+    if (end == std::string::npos) return {};
+    HostPort found{bracketed ? text.substr(1, end - 1) : text.substr(0, end), {}};
+    auto rest = text.substr(bracketed ? end + 1 : end);
+    if (rest.starts_with(':')) found.port = rest.substr(1);
+    const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+    const bool is_port = std::all_of(found.port.begin(), found.port.end(), is_digit) && found.port.size() <= 5;
+    if (!is_ip_address(found.host) || !is_port || rest.size() != found.port.size() + !found.port.empty()) return {};
+    return found;
 }
 
 InfoPtr make_hints(const std::string& provider, bool device_memory) {
@@ -40,16 +61,19 @@ InfoPtr make_hints(const std::string& provider, bool device_memory) {
     return hints;
 }
 
-InfoPtr query(const std::string& provider, const std::string& address, bool device_memory = false) {
+InfoPtr query(const std::string& provider, const HostPort& address, bool device_memory = false) {
     auto hints = make_hints(provider, device_memory);
     // FI_MR_DMABUF is of a later version of the API, and providers go by the version that was asked for.
     const auto api =
         device_memory ? std::max(kApiVersion, std::min(Library::get().version, kDmabufVersion)) : kApiVersion;
     fi_info* list = nullptr;
-    const char* node = address.empty() ? nullptr : address.c_str();
-    const int rc = Library::get().getinfo(api, node, nullptr, node ? FI_SOURCE : 0, hints.get(), &list);
+    const char* node = address.host.empty() ? nullptr : address.host.c_str();
+    const char* service = address.port.empty() ? nullptr : address.port.c_str();
+    const int rc = Library::get().getinfo(api, node, service, node ? FI_SOURCE : 0, hints.get(), &list);
     if (rc == -FI_ENODATA) return nullptr;
-    if (rc) throw call_failed("fi_getinfo", rc, provider.empty() ? "any" : provider, address.empty() ? "any" : address);
+    if (rc)
+        throw call_failed("fi_getinfo", rc, provider.empty() ? "any" : provider,
+                          address.host.empty() ? "any" : address.host);
     return InfoPtr(list);
 }
 
@@ -153,20 +177,20 @@ std::string source_text(const fi_info* info) {
 
 std::vector<Offer> list_offers(const std::string& provider) {
     std::vector<Offer> offers;
-    const auto list = query(provider, "");
+    const auto list = query(provider, {});
     for (auto* info = list.get(); info; info = info->next) offers.push_back(to_offer(info));
     return offers;
 }
 
 std::vector<InfoPtr> find_nics(const NicRequest& request) {
     const bool device = request.device_memory;
-    const auto list = query(request.provider, "", device);
+    const auto list = query(request.provider, {}, device);
     if (device && !list)
         throw Error(ErrorKind::kFabric,
                     "provider '" + (request.provider.empty() ? "any" : request.provider) +
                         "' offers no endpoint that reaches device memory (FI_HMEM) in libfabric " +
                         version_text(Library::get().version) + " (" + Library::get().path +
-                        "); without device memory it offers:" + list_text(query(request.provider, "").get()) +
+                        "); without device memory it offers:" + list_text(query(request.provider, {}).get()) +
                         "\nHint: EngineOptions(device_memory=True) needs a libfabric that was built with CUDA, and its "
                         "driver");
     auto usable = [&](const fi_info* info) { return !request.provider.empty() || is_rdma(info); };
@@ -192,13 +216,14 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                         "provider '" + request.provider +
                             "' offers no reliable-datagram endpoint with RMA and 4-byte immediates in libfabric " +
                             version_text(Library::get().version) + " (" + Library::get().path +
-                            "); without a provider's name it offers:" + list_text(query("", "").get()));
+                            "); without a provider's name it offers:" + list_text(query("", {}).get()));
         found.push_back(copy_of(choice));
         return found;
     }
     for (const auto& nic : request.nics) {
-        const bool by_address = is_ip_address(nic);
-        const auto answer = by_address ? query(request.provider, nic, device) : nullptr;
+        const auto address = parse_address(nic);
+        const bool by_address = address.has_value();
+        const auto answer = by_address ? query(request.provider, *address, device) : nullptr;
         const fi_info* choice = nullptr;
         for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
             if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name)))

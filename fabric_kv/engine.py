@@ -593,6 +593,16 @@ class Engine:
         transfer = Transfer(self, peer, None)
         return self._track([transfer], lambda: [self._native.submit_flush(peer._native, dst.native(), group)])[0]
 
+    def connect_rails(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
+        """End when every NIC of ours has reached its partner in the peer's group of ``dst``, by a write of nothing.
+
+        The first write over a pair of NICs opens its connection, which takes milliseconds on some providers; this takes
+        them off the first request. A pair that cannot connect fails it, with the NIC's name. ``dst`` as in
+        :meth:`signal`.
+        """
+        transfer = Transfer(self, peer, None)
+        return self._track([transfer], lambda: [self._native.submit_connect(peer._native, dst.native(), group)])[0]
+
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
         """Send 15 bits of your own as an immediate, for the peer's :meth:`on_notify`; ``dst`` as in :meth:`signal`.
 

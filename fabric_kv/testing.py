@@ -326,6 +326,14 @@ class MemoryEngine:
         """As Engine.prepare."""
         return cast("Prepared", _MemoryPrepared(self, peer, list(pieces)))
 
+    def connect_rails(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
+        """As Engine.connect_rails."""
+        with self.fabric._changed:
+            transfer = self._open_transfer(peer, 0)
+            write = self._open[transfer] = _Write(transfer)
+            self.fabric.add(partial(self._retire, write))
+            return transfer
+
     def watch(self) -> Watch:
         """As Engine.watch, for words that ``set`` alone writes."""
         return cast("Watch", _MemoryWatch(self.fabric))

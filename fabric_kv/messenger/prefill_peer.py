@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,6 +118,33 @@ class DecodePeers(Messenger):
         bound = self._bounds.handshake_s if timeout is None else timeout
         # Ended by the actor's timer; the longer wait only guards against a callback that blocks the actor.
         return self._begin_connect(address, bound).result(bound + ANSWER_S)
+
+    def warmup(self, addresses: Iterable[bytes], timeout: float | None = None) -> list[PrefillPeer]:
+        """Connect to several prefill engines at once, so that no request has to wait for it.
+
+        Each answers when its NICs have connected to ours (see ``Engine.connect_rails``).
+
+        Parameters
+        ----------
+        addresses : iterable of bytes
+        timeout : float, optional
+            Seconds until all must have answered; ``Bounds.handshake_s`` by default.
+
+        Returns
+        -------
+        list of PrefillPeer
+            In the order of ``addresses``.
+
+        Raises
+        ------
+        ProtocolError, PeerUnreachableError, PlanError, ClosedError
+            As ``connect``, for the first that fails; the others are connected then, or go on connecting.
+        """
+        if self._actor.is_current:
+            raise ConfigError("warmup() was called on the messenger's own thread, which would wait for itself")
+        bound = self._bounds.handshake_s if timeout is None else timeout
+        futures = [self._begin_connect(address, bound) for address in addresses]
+        return [future.result(bound + ANSWER_S) for future in futures]
 
     def _begin_connect(self, address: bytes, bound: float) -> concurrent.futures.Future[PrefillPeer]:
         epoch = EngineAddress.from_bytes(address).epoch

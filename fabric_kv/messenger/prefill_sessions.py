@@ -89,9 +89,48 @@ class PrefillSessions(Messenger):
             self._part(link, wire.HelloReply(hello.session, refusal.kind, str(refusal)[: wire.MAX_REASON_CHARS]))
             return
         ours = [region.remote for rank in self._regions for region in rank]
-        session.find_flushes(ours if self._tails is None else [*ours, self._tails.region.remote])
+        session.find_ways(ours if self._tails is None else [*ours, self._tails.region.remote])
         self._sessions[epoch] = session
-        link.send(wire.HelloReply(hello.session, spec=self._spec.to_bytes()))
+        self._connect_rails(session, wire.HelloReply(hello.session, spec=self._spec.to_bytes()))
+
+    def _connect_rails(self, session: Session, reply: wire.HelloReply) -> None:
+        """Open the connections that pages will take, then answer; also where one cannot be opened in time."""
+        link = session.link
+        open_: set[Transfer] = set()
+        try:
+            for group, region in session.ways:
+                open_.add(self._engine.connect_rails(link.peer, region, group=group))
+        except FabricKVError as error:
+            _log.warning("cannot connect all NICs to %s beforehand: %s", session.epoch.hex(), error)
+        waiting = set(open_)
+
+        def answer() -> None:
+            timer.cancel()
+            waiting.clear()
+            link.send(reply)
+
+        def late() -> None:
+            _log.warning("not all NICs could be connected to %s beforehand in time", session.epoch.hex())
+            for transfer in waiting:
+                transfer.cancel()
+            answer()
+
+        def ended(transfer: Transfer) -> None:
+            if transfer not in waiting:
+                return
+            waiting.discard(transfer)
+            error = transfer.exception(0)
+            if error is not None and self._sessions.get(session.epoch) is session:
+                _log.warning("not all NICs can be connected to %s: %s", session.epoch.hex(), error)
+            if not waiting:
+                answer()
+
+        # Well before the other side gives up waiting for our answer.
+        timer = self._actor.after(self._bounds.handshake_s / 2, late)
+        if not waiting:
+            answer()
+        for transfer in open_:
+            transfer.add_done_callback(lambda done: self._actor.post(partial(ended, done)))
 
     def _open_link(self, epoch: bytes, address: bytes) -> Link | None:
         try:

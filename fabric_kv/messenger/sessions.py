@@ -60,9 +60,10 @@ class Session:
         self.tail_region = tail_region
         self.seen = SeenWindow(hello.session)
         self.open: dict[int, Serving] = {}
-        self.lost = False
-        # What to flush before a message may say that all writes have landed: (group of ours, region of theirs). Nothing
-        # where one NIC on each side carries both: the message follows the writes.
+        # All ways that writes may take: (group of ours, region of theirs).
+        self.ways: list[tuple[int, RemoteRegion]] = []
+        # Of these, what to flush before a message may say that all writes have landed. Nothing where one NIC on each
+        # side carries both: the message follows the writes.
         self.flushes: list[tuple[int, RemoteRegion]] = []
         self._unclean: set[int] = set()
 
@@ -155,15 +156,16 @@ class Session:
             tail = TailPlace(message.tail_slot, message.tail_counter)
         return Serving(self, request, message.dp, pages, counters, tail, nbytes)
 
-    def find_flushes(self, ours: Iterable[RemoteRegion]) -> None:
-        """Find out what :attr:`flushes` has to hold, from the regions that this side writes from."""
+    def find_ways(self, ours: Iterable[RemoteRegion]) -> None:
+        """Find out :attr:`ways` and :attr:`flushes`, from the regions that this side writes from."""
         theirs = {region.group: region for rank in self.regions for region in rank}
         if self.tail_region is not None:
             theirs.setdefault(self.tail_region.group, self.tail_region)
         num_rails = {region.group: len(region.rails) for region in ours}
+        self.ways = [(group, region) for group in num_rails for region in theirs.values()]
         if num_rails.keys() | theirs.keys() == {0} and num_rails[0] == len(theirs[0].rails) == 1:
             return
-        self.flushes = [(group, region) for group in num_rails for region in theirs.values()]
+        self.flushes = self.ways
 
     def remember(self, generation: int, *, pages_clean: bool) -> None:
         """Keep what a later Cancel of an ended request must be told."""

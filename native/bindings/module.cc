@@ -250,8 +250,12 @@ PYBIND11_MODULE(_native, m) {
              [](Engine& e, const std::shared_ptr<Peer>& peer, std::string_view payload) {
                  return e.submit_message(peer, {reinterpret_cast<const std::byte*>(payload.data()), payload.size()});
              })
-        .def("submit_flush", [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<RemoteRegion>& dst,
-                                std::uint32_t group) { return e.submit_flush(peer, dst, group); })
+        .def("submit_flush",
+             [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<RemoteRegion>& dst,
+                std::uint32_t group) { return e.submit_on_all_rails(Transfer::Kind::kFlush, peer, dst, group); })
+        .def("submit_connect",
+             [](Engine& e, const std::shared_ptr<Peer>& peer, const std::shared_ptr<RemoteRegion>& dst,
+                std::uint32_t group) { return e.submit_on_all_rails(Transfer::Kind::kConnect, peer, dst, group); })
         .def("cancel", [](Engine& e, Transfer& transfer) { e.cancel(transfer); })
         .def("allocate_counter",
              [](Engine& e, std::uint32_t group, std::uint64_t unit_bytes) {

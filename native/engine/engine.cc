@@ -425,11 +425,11 @@ std::vector<std::shared_ptr<Transfer>> Engine::submit_signals(std::vector<Signal
     return transfers;
 }
 
-std::shared_ptr<Transfer> Engine::submit_flush(const std::shared_ptr<Peer>& peer,
-                                               std::shared_ptr<const RemoteRegion> dst, std::uint32_t index) {
+std::shared_ptr<Transfer> Engine::submit_on_all_rails(Transfer::Kind kind, const std::shared_ptr<Peer>& peer,
+                                                      std::shared_ptr<const RemoteRegion> dst, std::uint32_t index) {
     check_open();
     check_remote(*peer, *dst);
-    auto transfer = new_transfer(Transfer::Kind::kFlush, peer);
+    auto transfer = new_transfer(kind, peer);
     transfer->signal_dst = std::move(dst);
     transfer->urgent = true;
     submit_to(group(index), {transfer});

@@ -120,10 +120,11 @@ class Engine {
         std::uint32_t user_value;
     };
     std::vector<std::shared_ptr<Transfer>> submit_signals(std::vector<Signal> signals, std::uint32_t group);
-    // Ends when every write of our `group` to the peer's group of `dst` that had ended before is in the target's
-    // memory; fails on a rail that does not keep writes in order.
-    std::shared_ptr<Transfer> submit_flush(const std::shared_ptr<Peer>& peer, std::shared_ptr<const RemoteRegion> dst,
-                                           std::uint32_t group);
+    // kFlush: ends when every write of our `group` to the peer's group of `dst` that had ended before is in the
+    // target's memory; fails on a rail that does not keep writes in order. kConnect: ends when every rail has reached
+    // its peer.
+    std::shared_ptr<Transfer> submit_on_all_rails(Transfer::Kind kind, const std::shared_ptr<Peer>& peer,
+                                                  std::shared_ptr<const RemoteRegion> dst, std::uint32_t group);
     void cancel(Transfer& transfer);
     // Sets the word and wakes whoever waits for it. (A GPU only writes the word: it is looked at every 50 us, or all
     // the time where the engine spins.)

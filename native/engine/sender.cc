@@ -215,7 +215,8 @@ bool layer_is_done(Transfer& transfer) {
 
 PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
     if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
-    if (transfer.kind == Transfer::Kind::kFlush) return post_flush(transfer, now);
+    if (transfer.kind == Transfer::Kind::kFlush || transfer.kind == Transfer::Kind::kConnect)
+        return post_flush(transfer, now);
     for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
         if (transfer.watch && !transfer.has_planned) {
             if (!layer_is_done(transfer)) return PostResult::kAgain;
@@ -362,7 +363,7 @@ PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
         for (; transfer.next_link < links.size(); ++transfer.next_link) {
             auto& link = links[transfer.next_link];
             auto& rail = *rails_[link.local_rail];
-            if (!rail.info().ordered_writes) {
+            if (transfer.kind == Transfer::Kind::kFlush && !rail.info().ordered_writes) {
                 fail(transfer, {0, 0, "flush", rail.info().provider, rail.info().domain,
                                 "the rail does not keep writes in order, so a flush proves nothing"});
                 return PostResult::kFailed;
@@ -374,7 +375,8 @@ PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
             write.parts = {&nothing, 1};
             write.peer = link.address;
             write.context = &op->context;
-            write.delivered = true;
+            // Not to connect: it needs no proof, and a write of nothing that asks for one stops shm 1.17.
+            write.delivered = transfer.kind == Transfer::Kind::kFlush;
             if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
                 return result;
         }

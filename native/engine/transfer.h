@@ -27,8 +27,9 @@ struct Transfer {
         kWrite,
         kRead,  // the pieces' src is where the data goes
         kMessage,
-        kSignal,  // immediates without data
-        kFlush,   // nothing; it ends when what was written before on the same rails is in the target's memory
+        kSignal,   // immediates without data
+        kFlush,    // nothing; it ends when what was written before on the same rails is in the target's memory
+        kConnect,  // nothing; it ends when every rail has reached its peer
     };
 
     std::uint64_t id = 0;
@@ -38,7 +39,7 @@ struct Transfer {
     std::uint64_t nbytes = 0;  // of all pieces or the message
     CounterToken token;
     std::vector<std::byte> message;                  // kMessage: what to send, cut into frames while posting
-    std::shared_ptr<const RemoteRegion> signal_dst;  // kSignal, kFlush: a region at the peer; nothing is written there
+    std::shared_ptr<const RemoteRegion> signal_dst;  // not pages: a region at the peer; nothing is written there
     std::uint64_t signal_units = 0;                  // kSignal: units left to post, or with no token ...
     std::uint32_t user_value = 0;                    // ... the bits of a user event
     std::int64_t deadline_ns = 0;                    // 0: none
@@ -52,7 +53,7 @@ struct Transfer {
     PageCursor cursor;
     PlannedWrite planned{};
     std::size_t message_offset = 0;  // of the next frame
-    std::size_t next_link = 0;       // kFlush: to post on
+    std::size_t next_link = 0;       // kFlush, kConnect: to post on
     bool has_planned = false;        // `planned` was taken from the cursor and could not be posted yet
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be

@@ -234,7 +234,8 @@ TEST_F(EngineEnd, a_flush_ends_when_all_that_had_ended_is_in_the_targets_memory)
         ASSERT_TRUE(other.wait([&] { return from.ended(id); })) << other.where();
         std::ptrdiff_t landed = -1;
         from.on_transfer = [&](const Event&) { landed = std::count(to.memory.begin(), to.memory.end(), std::byte{1}); };
-        const auto flush = from.engine->submit_flush(from.peer(to), to.remotes[0], 0)->id;
+        const auto flush =
+            from.engine->submit_on_all_rails(Transfer::Kind::kFlush, from.peer(to), to.remotes[0], 0)->id;
         ASSERT_TRUE(other.wait([&] { return from.ended(flush); })) << other.where();
         EXPECT_EQ(landed, 40 * 64) << other.where();
     }
@@ -246,9 +247,23 @@ TEST_F(EngineEnd, a_flush_refuses_where_order_is_not_granted) {
     auto& to = other.add({.rails = {1}, .profile = FakeProfile::strict()});
     Outcome outcome{};
     from.on_transfer = [&](const Event& event) { outcome = event.outcome; };
-    const auto flush = from.engine->submit_flush(from.peer(to), to.remotes[0], 0)->id;
+    const auto flush = from.engine->submit_on_all_rails(Transfer::Kind::kFlush, from.peer(to), to.remotes[0], 0)->id;
     ASSERT_TRUE(other.wait([&] { return from.ended(flush); })) << other.where();
     EXPECT_EQ(outcome, Outcome::kFailed);
+}
+
+TEST_F(EngineEnd, every_rail_is_reached_before_the_first_write) {
+    Cluster other(cluster.fabric.seed());
+    auto& from = other.add({.rails = {3}, .profile = FakeProfile::strict()});
+    auto& to = other.add({.rails = {2}, .profile = FakeProfile::strict()});
+    Outcome outcome{};
+    from.on_transfer = [&](const Event& event) { outcome = event.outcome; };
+    const auto connect =
+        from.engine->submit_on_all_rails(Transfer::Kind::kConnect, from.peer(to), to.remotes[0], 0)->id;
+    ASSERT_TRUE(other.wait([&] { return from.ended(connect); })) << other.where();
+    EXPECT_EQ(outcome, Outcome::kOk) << other.where();
+    for (std::size_t rail = 0; rail < 3; ++rail) EXPECT_GE(from.rail(rail).stats.ops.get(), 1u) << rail;
+    EXPECT_TRUE(std::all_of(to.memory.begin(), to.memory.end(), [&](auto byte) { return byte == to.memory[0]; }));
 }
 
 TEST_F(EngineEnd, zero_pages_complete_at_once) {

@@ -313,7 +313,16 @@ def main():
             case "close":
                 node.close()
         state = node.messenger.state()
-        tell({"event": "did", "free": len(node.free), "requests": len(state["requests"]), "counts": state["counts"]})
+        rails = [rail for group in node.engine.describe()["groups"] for rail in group["rails"]]
+        tell(
+            {
+                "event": "did",
+                "free": len(node.free),
+                "requests": len(state["requests"]),
+                "counts": state["counts"],
+                "rail_ops": [rail["ops"] for rail in rails],
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from fabric_kv.errors import (
     RequestTimeoutError,
 )
 from fabric_kv.messenger import Chunk, RequestState
+from fabric_kv.regions import EngineAddress
 
 from .child import LONG, ChildProcess
 from .engine_peer import wait_for
@@ -88,6 +89,24 @@ def test_many_requests_at_once_on_one_event_loop(start, seed):
     assert prefill.do(do="state")["free"] == 128
     assert decode.canaries_intact()
     assert decode.messenger.state()["counts"]["ready"] == len(sizes)
+
+
+def test_warmup_connects_all_nics_of_several_peers(start):
+    prefills, decode = [start("prefill", 1, 3), start("prefill")], start("here", 1, num_nics=2)
+    peers = decode.messenger.warmup([prefill.address for prefill in prefills], LONG)
+    assert all(peer.alive for peer in peers)
+    for prefill, peer in zip(prefills, peers, strict=True):
+        assert decode.messenger.connect(prefill.address) is peer
+        assert min(prefill.do(do="state")["rail_ops"]) > 0, "not all NICs were used before the first request"
+        decode.check(decode.submit(peer, 0, 100), LONG)
+
+
+def test_warmup_tells_of_the_one_that_fails_and_keeps_the_others(start):
+    prefill, decode = start("prefill"), start("here", 1)
+    nobody = msgspec.structs.replace(EngineAddress.from_bytes(prefill.address), epoch=bytes(16)).to_bytes()
+    with pytest.raises(PeerUnreachableError):
+        decode.messenger.warmup([prefill.address, nobody], LONG)
+    assert len(decode.messenger.state()["peers"]) == 1
 
 
 def test_a_reject_brings_its_reason_and_leaves_both_sides_usable(start):

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_kv.config import Admission, EngineOptions
-from fabric_kv.errors import ClosedError, ConfigError, PeerUnreachableError, PlanError, ProtocolError
+from fabric_kv.errors import (
+    ClosedError,
+    ConfigError,
+    PeerUnreachableError,
+    PlanError,
+    ProtocolError,
+    TransferError,
+    WouldBlockError,
+)
 from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.messenger.peers import Link
@@ -43,6 +51,44 @@ def test_connect_is_idempotent_and_shared(seed):
     assert sim.connect() is futures[0].result(0)
     assert len(sim.prefill.state()["peers"]) == 1
     assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): {"alive": True, "session": 1, "requests": 0}}
+
+
+@pytest.mark.parametrize("trouble", ["silence", "error", "refusal"])
+def test_nics_that_cannot_be_connected_beforehand_do_not_keep_peers_apart(seed, trouble, caplog):
+    """The first write tries again; connect() must not fail for it, nor wait for ever."""
+    sim = Sim(seed, connect=False)
+    engine = sim.prefill_engine
+
+    def connect_rails(peer, dst, *, group=0):
+        if trouble == "refusal":
+            raise WouldBlockError("no room")
+        transfer = engine._open_transfer(peer, 0)
+        if trouble == "error":
+            sim.fabric.call_soon(lambda: transfer._fail(TransferError("the cable is out")))
+        return transfer
+
+    engine.connect_rails = connect_rails
+    sim.peer = sim.connect()
+    assert sim.clock[0] == (sim.bounds.handshake_s / 2 if trouble == "silence" else 0.0)
+    assert any("beforehand" in record.message or "the cable is out" in record.message for record in caplog.records)
+    still_works(sim)
+
+
+def test_a_peer_that_is_lost_while_nics_connect_is_not_answered(seed):
+    sim = Sim(seed, connect=False)
+    engine, transfers = sim.prefill_engine, []
+    engine.connect_rails = lambda peer, dst, *, group=0: (
+        transfers.append(engine._open_transfer(peer, 0)) or transfers[-1]
+    )
+    future = sim.decode._begin_connect(engine.address, 1.0)
+    sim.run(lambda: transfers)
+    sim.prefill._on_peer_lost(sim.decode_engine.epoch, "test")
+    for transfer in transfers:
+        transfer._fail(TransferError("gone"))
+    sim.run(future.done)
+    with pytest.raises(PeerUnreachableError, match="did not answer"):
+        future.result(0)
+    assert sim.prefill.state()["peers"] == {}
 
 
 def test_layouts_that_do_not_fit_are_refused_field_by_field(seed):

@@ -1,63 +1,18 @@
 #include "engine/sender.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <tuple>
 #include <utility>
-
-#include "base/clock.h"
 
 namespace fkv {
 namespace {
 
-constexpr std::size_t kPostsPerTurn = 64;          // writes that a transfer may post before the next one's turn
-constexpr std::size_t kTurnsPerRound = 16;         // transfers served between two looks at the completion queues
-constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
-// Larger pages are better off alone: on tcp 64 KiB pages move a third slower four at a time, smaller ones twice as
-// fast.
-constexpr std::uint64_t kMaxGatherBytes = 64 << 10;
-constexpr std::uint64_t kMaxPeerBytes = 4 << 20;  // bulk in flight to one peer on one rail: above bandwidth x delay
-constexpr std::size_t kMaxLinks = 64;             // rail pairs to one peer that are considered for a write
-
-OpError detail_of(const Error& error) {
-    auto detail = error.op();
-    detail.text = error.what();
-    return detail;
-}
-
-std::uint64_t smallest_max_msg(const std::vector<std::unique_ptr<Rail>>& rails) {
-    std::uint64_t bytes = kMaxWriteBytes;
-    for (const auto& rail : rails) bytes = std::min(bytes, rail->info().max_msg_bytes);
-    return bytes;
-}
-
-std::size_t fewest_places(const std::vector<std::unique_ptr<Rail>>& rails, std::size_t NicInfo::* limit) {
-    std::size_t places = kMaxParts;
-    for (const auto& rail : rails) places = std::min(places, rail->info().*limit);
-    return std::max<std::size_t>(places, 1);
-}
-
+constexpr std::size_t kMessagesPerTurn = 64;  // of a peer, before the next one's turn
+constexpr std::size_t kTurnsPerRound = 16;    // transfers served between two looks at the completion queues
 }  // namespace
 
 Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails,
                std::size_t max_transfers, EventQueue& events)
-    : group_(group),
-      epoch_(epoch),
-      rails_(rails),
-      max_transfers_(max_transfers),
-      max_write_bytes_(smallest_max_msg(rails)),
-      max_src_runs_(fewest_places(rails, &NicInfo::iov_limit)),
-      max_dst_runs_(fewest_places(rails, &NicInfo::rma_iov_limit)),
-      max_frame_bytes_(std::min<std::uint64_t>(max_write_bytes_, kFrameBytes)),
-      events_(events) {
-    // A rail whose speed is not known counts as one of the fastest.
-    std::uint64_t fastest = 1;
-    for (const auto& rail : rails) fastest = std::max(fastest, rail->info().link_bps);
-    for (auto& rail : rails)
-        if (const auto bps = rail->info().link_bps)
-            rail->slowness = static_cast<double>(fastest) / static_cast<double>(bps);
-}
+    : group_(group), rails_(rails), max_transfers_(max_transfers), poster_(group, epoch, rails), events_(events) {}
 
 bool Sender::reserve(std::size_t n) {
     if (in_flight_.fetch_add(n) + n <= max_transfers_) return true;
@@ -69,17 +24,7 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
     auto& t = *transfer;
     t.live_index = live_.size();
     live_.push_back(std::move(transfer));
-    if (t.kind == Transfer::Kind::kWrite || t.kind == Transfer::Kind::kRead) {
-        const bool counted = t.token.unit_bytes > 0;
-        WriteLimits limits{max_write_bytes_, counted ? t.token.unit_bytes : 1,
-                           counted ? kMaxWeight : ~std::uint64_t{0}};
-        if (t.kind == Transfer::Kind::kWrite) {
-            limits.max_src_runs = max_src_runs_;
-            limits.max_dst_runs = max_dst_runs_;
-            limits.max_gather_bytes = kMaxGatherBytes;
-        }
-        t.cursor = PageCursor(t.pieces, limits);
-    }
+    poster_.begin(t);
     if (t.kind != Transfer::Kind::kMessage) return queue(t);
     auto& messages = t.peer->sides[group_]->messages;
     if (messages.empty()) talking_.push_back(t.peer.get());
@@ -99,7 +44,7 @@ bool Sender::post(std::int64_t now) {
 bool Sender::must_stop(Transfer& transfer, std::int64_t now) {
     if (transfer.deadline_ns && now >= transfer.deadline_ns) transfer.expired = true;
     if (transfer.peer->removed.load(std::memory_order_relaxed))
-        fail(transfer, {0, 0, "post", "", "", "the peer was removed"});
+        transfer.fail({0, 0, "post", "", "", "the peer was removed"});
     return transfer.failed || transfer.expired || transfer.cancelled.load(std::memory_order_relaxed);
 }
 
@@ -109,9 +54,9 @@ bool Sender::post_messages(std::int64_t now) {
         auto& messages = talking_.front()->sides[group_]->messages;
         const auto peer = messages.front()->peer;  // its last message may be what keeps it alive
         talking_.pop_front();
-        for (std::size_t n = kPostsPerTurn; n > 0 && !messages.empty(); --n) {
+        for (std::size_t n = kMessagesPerTurn; n > 0 && !messages.empty(); --n) {
             auto* t = messages.front();
-            if (!must_stop(*t, now) && post_message(*t, now) == PostResult::kAgain) break;
+            if (!must_stop(*t, now) && poster_.post_some(*t, now) == PostResult::kAgain) break;
             messages.pop_front();
             worked = true;
             stop_posting(*t);
@@ -183,7 +128,7 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
         auto* t = queue.front();
         queue.pop_front();
         const auto outstanding = t->outstanding;
-        const bool stopped = must_stop(*t, now) || post_some(*t, now) == PostResult::kFailed || t->all_posted;
+        const bool stopped = must_stop(*t, now) || poster_.post_some(*t, now) == PostResult::kFailed || t->all_posted;
         worked |= stopped || t->outstanding != outstanding;
         if (stopped) {
             stop_posting(*t);
@@ -196,275 +141,6 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
         }
     }
     return worked;
-}
-
-namespace {
-
-// Whether the coming piece may be posted; otherwise the transfer knows what it waits for.
-bool layer_is_done(Transfer& transfer) {
-    transfer.waits_for = 0;
-    const auto* piece = transfer.cursor.next_piece();
-    if (!piece || piece->layer == 0) return true;
-    const auto wanted = Watch::pack(transfer.step, piece->layer);
-    if (transfer.watch->has_reached(wanted)) return true;
-    transfer.waits_for = wanted;
-    return false;
-}
-
-}  // namespace
-
-PostResult Sender::post_some(Transfer& transfer, std::int64_t now) {
-    if (transfer.kind == Transfer::Kind::kSignal) return post_signal(transfer, now);
-    if (transfer.kind == Transfer::Kind::kFlush || transfer.kind == Transfer::Kind::kConnect)
-        return post_flush(transfer, now);
-    for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
-        if (transfer.watch && !transfer.has_planned) {
-            if (!layer_is_done(transfer)) return PostResult::kAgain;
-            // After the word was read: who cancels before the word goes on is sure that nothing goes by it.
-            if (transfer.cancelled.load()) return PostResult::kAgain;
-        }
-        if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
-            transfer.all_posted = true;
-            return PostResult::kOk;
-        }
-        transfer.has_planned = true;
-        if (const auto result = post_planned(transfer, now); result != PostResult::kOk) return result;
-        transfer.has_planned = false;
-    }
-    return PostResult::kOk;
-}
-
-std::vector<Peer::Link>& Sender::links_to(Peer& peer, std::uint32_t remote_group) {
-    auto& side = *peer.sides[group_];
-    auto& links = side.links[remote_group];
-    if (!links.empty()) return links;
-    const auto& remote = peer.groups[remote_group];
-    const auto num_local = rails_.size(), num_remote = remote.size();
-    std::vector<Peer::Link> made;
-    // Peers differ where they begin, so that transfers of one write each do not all meet on the first rail.
-    const auto offset = static_cast<std::size_t>(peer.epoch[0]);
-    for (std::size_t k = 0; k < std::max(num_local, num_remote); ++k) {
-        const auto local = (k + offset) % num_local, other = (k + offset) % num_remote;
-        made.push_back({.local_rail = static_cast<std::uint32_t>(local),
-                        .remote_rail = static_cast<std::uint32_t>(other),
-                        .address = rails_[local]->nic().insert_peer(remote[other]),
-                        .stats = &side.stats});
-    }
-    links = std::move(made);
-    return links;
-}
-
-PostResult Sender::post_planned(Transfer& transfer, std::int64_t now) {
-    if (transfer.planned.after_plain && transfer.token.unit_bytes > 0 && transfer.outstanding_plain > 0)
-        return PostResult::kAgain;
-    try {
-        auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
-        if (links.size() == 1) return post_write_on(transfer, links[0], now);
-        // The pair that would be through with it first takes it, by what is in flight and how fast its NIC is; if that
-        // one is full, the next one.
-        std::array<Peer::Link*, kMaxLinks> order;
-        const auto count = std::min(links.size(), order.size());
-        for (std::size_t i = 0; i < count; ++i) order[i] = &links[i];
-        std::sort(order.begin(), order.begin() + count, [&](const auto* a, const auto* b) {
-            // The pair's number decides last: an order without ties, and no need for a stable sort, which allocates.
-            const auto &one = *rails_[a->local_rail], &other = *rails_[b->local_rail];
-            const auto nbytes = transfer.planned.nbytes;
-            return std::tuple(one.busy_for(nbytes), a->bytes_in_flight, a - links.data()) <
-                   std::tuple(other.busy_for(nbytes), b->bytes_in_flight, b - links.data());
-        });
-        for (std::size_t i = 0; i < count; ++i)
-            if (const auto result = post_write_on(transfer, *order[i], now); result != PostResult::kAgain)
-                return result;
-        return PostResult::kAgain;
-    } catch (const Error& error) {  // the provider refuses the peer's address
-        fail(transfer, detail_of(error));
-        return PostResult::kFailed;
-    }
-}
-
-namespace {
-
-WritePart part_of(const PagePiece& piece, const PlannedRun& run, const Peer::Link& link) {
-    const auto src_segment = piece.src->segments.index_of(run.src_offset);
-    const auto dst_segment = piece.dst->segments.index_of(run.dst_offset);
-    const auto& dst = piece.dst->rails[link.remote_rail][dst_segment];
-    return {piece.src->base + run.src_offset, piece.src->rails[link.local_rail][src_segment]->local_desc(), run.nbytes,
-            dst.base + (run.dst_offset - piece.dst->segments.begin_of(dst_segment)), dst.rkey};
-}
-
-// No data, with a destination that the provider may check.
-WritePart nothing_for(const RemoteRegion& region, const Rail& rail, const Peer::Link& link) {
-    const auto& dst = region.rails[link.remote_rail][0];
-    return {rail.no_data(), rail.frames_desc(), 0, dst.base, dst.rkey};
-}
-
-}  // namespace
-
-PostResult Sender::post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now) {
-    auto& rail = *rails_[link.local_rail];
-    const auto& planned = transfer.planned;
-    if (!transfer.urgent && link.bytes_in_flight > 0 && link.bytes_in_flight + planned.nbytes > kMaxPeerBytes)
-        return PostResult::kAgain;
-    auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, planned.nbytes, now);
-    if (!op) return PostResult::kAgain;
-    std::array<WritePart, kMaxParts> parts;
-    for (std::size_t i = 0; i < planned.num_runs; ++i) parts[i] = part_of(*planned.piece, planned.runs[i], link);
-    const bool counted = transfer.token.unit_bytes > 0;
-    op->pages = {static_cast<std::uint32_t>(planned.piece - transfer.pieces.data()), planned.first_page,
-                 planned.num_pages};
-    if (transfer.kind == Transfer::Kind::kRead) {
-        const ReadOp read{planned.piece->src->base + planned.runs[0].src_offset,
-                          parts[0].local_desc,
-                          planned.nbytes,
-                          link.address,
-                          parts[0].dst,
-                          parts[0].rkey,
-                          &op->context};
-        return posted(rail.nic().post_read(read), op, rail, transfer);
-    }
-    WriteOp write{};
-    write.parts = {parts.data(), planned.num_runs};
-    write.peer = link.address;
-    write.has_imm = counted && planned.units > 0;
-    write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(planned.units)});
-    write.context = &op->context;
-    op->plain = counted && planned.units == 0;
-    write.delivered = op->plain;
-    if (rail.stats.ops.get() % kPostSample != 0) return posted(rail.nic().post_write(write), op, rail, transfer);
-    const auto begin = now_ns();
-    const auto result = rail.nic().post_write(write);
-    if (result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
-    return posted(result, op, rail, transfer);
-}
-
-PostResult Sender::posted(PostResult result, Op* op, Rail& rail, Transfer& transfer) {
-    if (result != PostResult::kOk) {
-        rail.free_op(op);
-        if (result == PostResult::kAgain)
-            rail.stats.again.add(1);
-        else
-            fail(transfer, rail.nic().last_post_error());
-        return result;
-    }
-    ++transfer.outstanding;
-    transfer.outstanding_plain += op->plain;
-    rail.stats.ops.add(1);
-    rail.stats.bytes.add(op->nbytes);
-    op->link->stats->ops.add(1);
-    op->link->stats->bytes.add(op->nbytes);
-    return result;
-}
-
-// An empty write that completes on delivery: on a rail that keeps writes in order it pushes all earlier ones ahead of
-// itself. On the others nothing can be said after the fact.
-PostResult Sender::post_flush(Transfer& transfer, std::int64_t now) {
-    try {
-        auto& links = links_to(*transfer.peer, transfer.signal_dst->group);
-        for (; transfer.next_link < links.size(); ++transfer.next_link) {
-            auto& link = links[transfer.next_link];
-            auto& rail = *rails_[link.local_rail];
-            if (transfer.kind == Transfer::Kind::kFlush && !rail.info().ordered_writes) {
-                fail(transfer, {0, 0, "flush", rail.info().provider, rail.info().domain,
-                                "the rail does not keep writes in order, so a flush proves nothing"});
-                return PostResult::kFailed;
-            }
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
-            WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
-            write.context = &op->context;
-            // Not to connect: it needs no proof, and a write of nothing that asks for one stops shm 1.17.
-            write.delivered = transfer.kind == Transfer::Kind::kFlush;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
-        }
-    } catch (const Error& error) {
-        fail(transfer, detail_of(error));
-        return PostResult::kFailed;
-    }
-    transfer.all_posted = true;
-    return PostResult::kOk;
-}
-
-PostResult Sender::post_signal(Transfer& transfer, std::int64_t now) {
-    const bool counted = transfer.token.unit_bytes > 0;
-    try {
-        auto& link = links_to(*transfer.peer, transfer.signal_dst->group).front();
-        auto& rail = *rails_[link.local_rail];
-        do {
-            const auto weight = static_cast<std::uint32_t>(std::min<std::uint64_t>(transfer.signal_units, kMaxWeight));
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
-            WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
-            write.has_imm = true;
-            write.imm = counted ? pack({transfer.token.slot, transfer.token.generation, weight})
-                                : pack_user(transfer.user_value);
-            write.context = &op->context;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
-            transfer.signal_units -= counted ? weight : transfer.signal_units;
-        } while (transfer.signal_units > 0);
-    } catch (const Error& error) {
-        fail(transfer, detail_of(error));
-        return PostResult::kFailed;
-    }
-    transfer.all_posted = true;
-    return PostResult::kOk;
-}
-
-PostResult Sender::post_message(Transfer& transfer, std::int64_t now) {
-    // An empty message is one frame without payload.
-    do {
-        const auto payload = std::span(transfer.message).subspan(transfer.message_offset);
-        const auto nbytes = std::min(payload.size(), max_frame_bytes_ - sizeof(FrameHeader));
-        const FrameHeader header{kFrameMagic,
-                                 kFrameVersion,
-                                 static_cast<std::uint16_t>(FrameKind::kData),
-                                 epoch_,
-                                 transfer.id,
-                                 static_cast<std::uint32_t>(transfer.message.size()),
-                                 static_cast<std::uint32_t>(transfer.message_offset)};
-        const auto result = post_frame(header, payload.first(nbytes), transfer.peer, &transfer, now);
-        if (result != PostResult::kOk) return result;
-        ++transfer.outstanding;
-        transfer.message_offset += nbytes;
-    } while (transfer.message_offset < transfer.message.size());
-    transfer.all_posted = true;
-    return PostResult::kOk;
-}
-
-// A frame of a transfer's message, or a ping. All of a peer's frames go over its first pair of rails.
-PostResult Sender::post_frame(const FrameHeader& header, std::span<const std::byte> payload,
-                              const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now) {
-    Peer::Link* link;
-    try {
-        link = &links_to(*peer, 0).front();
-    } catch (const Error& error) {  // the provider refuses the peer's address
-        if (transfer) fail(*transfer, detail_of(error));
-        return PostResult::kFailed;
-    }
-    auto& rail = *rails_[link->local_rail];
-    auto* op = rail.take_op(transfer ? Op::Kind::kMessage : Op::Kind::kPing, *link, transfer,
-                            sizeof header + payload.size(), now);
-    if (!op) return PostResult::kAgain;
-    if (!transfer) op->keep = peer;
-    std::memcpy(op->frame, &header, sizeof header);
-    if (!payload.empty()) std::memcpy(op->frame + sizeof header, payload.data(), payload.size());
-    const auto result = rail.post_frame(op);
-    if (result != PostResult::kOk) rail.free_op(op);
-    if (result == PostResult::kFailed && transfer) fail(*transfer, rail.nic().last_post_error());
-    return result;
-}
-
-bool Sender::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {
-    // A ping that fails is left out: a peer that cannot be reached is silent, and will be reported.
-    return post_frame({kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(FrameKind::kPing), epoch_, 0, 0, 0}, {},
-                      peer, nullptr, now) != PostResult::kAgain;
 }
 
 bool Sender::anything_outstanding() const {
@@ -488,14 +164,14 @@ void Sender::on_failed(Rail& rail, Op* op, OpError error) {
     op->link->stats->errors.add(1);
     if (auto* transfer = op->transfer) {
         if (op->kind == Op::Kind::kWrite) transfer->failed_pages.push_back(op->pages);
-        fail(*transfer, std::move(error));
+        transfer->fail(std::move(error));
     }
     retire(rail, op);
 }
 
 void Sender::on_unattributed(Rail& rail, const OpError& error) {
     rail.for_each_in_flight([&](Op& op) {
-        if (op.transfer) fail(*op.transfer, error);
+        if (op.transfer) op.transfer->fail(error);
     });
 }
 
@@ -504,12 +180,6 @@ void Sender::retire(Rail& rail, Op* op) {
     if (transfer) transfer->outstanding_plain -= op->plain;
     rail.free_op(op);
     if (transfer && --transfer->outstanding == 0 && transfer->exhausted) finish(*transfer, Outcome::kOk);
-}
-
-void Sender::fail(Transfer& transfer, OpError error) {
-    if (transfer.failed) return;  // the first error is the cause, later ones its echo
-    transfer.failed = true;
-    transfer.error = std::move(error);
 }
 
 void Sender::stop_posting(Transfer& transfer) {

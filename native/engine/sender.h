@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/event.h"
+#include "engine/poster.h"
 #include "engine/rail.h"
 #include "engine/transfer.h"
 
@@ -31,13 +32,13 @@ class Sender {
     bool reserve(std::size_t n);
     void unreserve(std::size_t n) { in_flight_.fetch_sub(n); }
     std::size_t in_flight() const { return in_flight_.load(std::memory_order_relaxed); }
-    std::uint64_t max_write_bytes() const { return max_write_bytes_; }
+    std::uint64_t max_write_bytes() const { return poster_.max_write_bytes(); }
 
     void add(std::shared_ptr<Transfer> transfer);
     // Posts what there is room for. True if anything was posted or ended.
     bool post(std::int64_t now);
     // False: there is no room for it now.
-    bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
+    bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now) { return poster_.ping(peer, now); }
     bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !talking_.empty(); }
     bool anything_outstanding() const;
     // Whether a transfer waits for a watch's word, which nobody need tell us of.
@@ -73,32 +74,15 @@ class Sender {
     template <typename Match>
     std::vector<Transfer*> take_parked(Match&& match);
     bool post_turns(Queue& queue, std::int64_t now);
-    PostResult post_some(Transfer& transfer, std::int64_t now);
-    PostResult post_planned(Transfer& transfer, std::int64_t now);
-    PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
-    PostResult post_flush(Transfer& transfer, std::int64_t now);
-    PostResult post_signal(Transfer& transfer, std::int64_t now);
-    PostResult post_message(Transfer& transfer, std::int64_t now);
-    PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
-                          const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now);
-    // Books an operation that was just posted, or takes it back.
-    PostResult posted(PostResult result, Op* op, Rail& rail, Transfer& transfer);
-    std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
-
     bool must_stop(Transfer& transfer, std::int64_t now);
     void stop_posting(Transfer& transfer);
     void retire(Rail& rail, Op* op);
-    void fail(Transfer& transfer, OpError error);
     void finish(Transfer& transfer, Outcome outcome);
 
     const std::uint32_t group_;
-    const Epoch epoch_;
     std::vector<std::unique_ptr<Rail>>& rails_;
     const std::size_t max_transfers_;
-    const std::uint64_t max_write_bytes_;
-    const std::size_t max_src_runs_;  // places of one write on our side ...
-    const std::size_t max_dst_runs_;  // ... and the peer's
-    const std::size_t max_frame_bytes_;
+    Poster poster_;
     EventQueue& events_;
     std::atomic<std::size_t> in_flight_{0};
     bool stopping_ = false;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/counters.h"
@@ -66,6 +67,13 @@ struct Transfer {
     std::uint64_t bytes_done = 0;
     OpError error;
     std::vector<PageRange> failed_pages;
+
+    // The first error is the cause, later ones its echo.
+    void fail(OpError cause) {
+        if (failed) return;
+        failed = true;
+        error = std::move(cause);
+    }
 };
 
 }  // namespace fkv

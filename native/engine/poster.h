@@ -1,0 +1,51 @@
+// What a transfer has to do next, as operations on the rails: pages, messages, immediates, pings.
+//
+// Threads:  the progress thread only.
+// Failure:  the transfer's first error is kept in it; kAgain means that a rail has no room, or the layer is not done.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/rail.h"
+#include "engine/transfer.h"
+
+namespace fkv {
+
+class Poster {
+  public:
+    Poster(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails);
+
+    std::uint64_t max_write_bytes() const { return max_write_bytes_; }
+
+    // Before the first post_some(): how its pages will be cut.
+    void begin(Transfer& transfer) const;
+    // Posts a turn's worth; `all_posted` says when there is nothing left.
+    PostResult post_some(Transfer& transfer, std::int64_t now);
+    // False: there is no room for it now.
+    bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
+
+  private:
+    PostResult post_pages(Transfer& transfer, std::int64_t now);
+    PostResult post_planned(Transfer& transfer, std::int64_t now);
+    PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
+    PostResult post_on_all_rails(Transfer& transfer, std::int64_t now);
+    PostResult post_signal(Transfer& transfer, std::int64_t now);
+    PostResult post_message(Transfer& transfer, std::int64_t now);
+    PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
+                          const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now);
+    // Books an operation that was just posted, or takes it back.
+    PostResult posted(PostResult result, Op* op, Rail& rail, Transfer& transfer);
+    std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
+
+    const std::uint32_t group_;
+    const Epoch epoch_;
+    std::vector<std::unique_ptr<Rail>>& rails_;
+    const std::uint64_t max_write_bytes_;
+    const std::size_t max_src_runs_;  // places of one write on our side ...
+    const std::size_t max_dst_runs_;  // ... and the peer's
+    const std::size_t max_frame_bytes_;
+};
+
+}  // namespace fkv

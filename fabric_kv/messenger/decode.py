@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from ..config import Bounds
 from ..errors import ClosedError, ConfigError, PeerLostError, WouldBlockError
 from ..sharding import CacheSpec
+from . import wire
 from .actor import Actor
 from .base import ANSWER_S
 from .decode_requests import DecodeRequests
 from .fetch import Fetch
 from .handle import RequestHandle
+from .layers import LayerGroups
 from .peers import check_page_lists
 from .poison import PoisonedPages
 from .prefill_peer import PrefillPeer
@@ -51,6 +53,9 @@ class DecodeMessenger(DecodeRequests):
     tail : TailPool, optional
         If given, every request carries a tail.
     bounds : Bounds
+    layers_per_group : int, optional
+        Count groups of so many layers by themselves, so that ``RequestHandle.layers_ready`` says how far a request is.
+        Each costs a counter for each rank and request. By default all layers are one group.
 
     Notes
     -----
@@ -65,9 +70,16 @@ class DecodeMessenger(DecodeRequests):
         tail: TailPool | None = None,
         bounds: Bounds = Bounds(),
         *,
+        layers_per_group: int | None = None,
         actor: Actor | None = None,
     ) -> None:
-        super().__init__(engine, spec, regions, tail, bounds, actor)
+        layers = LayerGroups.of_size(spec.layout.num_layers, layers_per_group)
+        if len(layers) * spec.placement.num_ranks > wire.MAX_COUNTERS:
+            raise ConfigError(
+                f"layers_per_group={layers_per_group} makes {len(layers)} groups, for {spec.placement.num_ranks} ranks:"
+                f" a request has at most {wire.MAX_COUNTERS} counters"
+            )
+        super().__init__(engine, spec, regions, tail, bounds, layers, actor)
         self._start()
 
     def submit(self, peer: PrefillPeer, request: Request) -> RequestHandle:
@@ -122,11 +134,15 @@ class DecodeMessenger(DecodeRequests):
             self._actor,
             cancel=lambda: self._actor.post(partial(self._apply, fetching, CancelAsked())),
             received=fetching.received_units,
+            layers_ready=partial(self._layers_ready, fetching),
             total=fetching.expected_units,
             on_callback_error=lambda: self._actor.post(self._count_callback_error),
         )
         self._actor.post(partial(self._send_request, fetching))
         return fetching.handle
+
+    def _layers_ready(self, fetching: Fetching) -> int:
+        return self._layers.num_ready(fetching.fetch.waiting, self._spec.placement.num_ranks)
 
     @property
     def poisoned(self) -> list[PoisonedPages]:
@@ -196,11 +212,19 @@ class DecodeMessenger(DecodeRequests):
         plan, tails = fetching.peer.plan, self._tails
         if tails is not None:
             fetching.tail_slot = tails.acquire()
+        placement, groups = self._spec.placement, range(len(self._layers))
         expected = [
-            plan.expected_units(rank, fetching.source_set, fetching.num_tokens, cached=fetching.cached_tokens)
-            if self._spec.placement.coords(rank).dp == fetching.dp
+            plan.expected_units(
+                rank,
+                fetching.source_set,
+                fetching.num_tokens,
+                cached=fetching.cached_tokens,
+                layers=self._layers.layers_of(group),
+            )
+            if placement.coords(rank).dp == fetching.dp
             else 0
-            for rank in range(len(self._spec.memory))
+            for rank in range(placement.num_ranks)
+            for group in groups
         ]
         expected.append(0 if tails is None else -(-tails.write_bytes // plan.unit_bytes))
         waiting = 0
@@ -223,8 +247,9 @@ class DecodeMessenger(DecodeRequests):
             )
 
     def _counting_group(self, index: int) -> int:
-        """The device group that a rank's pages arrive in, or, behind all ranks, tails."""
-        if index < len(self._regions):
-            return self._regions[index][0].remote.group
+        """The device group that a counter counts in: that of a rank's pages or, behind all ranks, of the tails."""
+        rank = index // len(self._layers)
+        if rank < len(self._regions):
+            return self._regions[rank][0].remote.group
         assert self._tails is not None
         return self._tails.region.remote.group

@@ -22,6 +22,7 @@ from . import wire
 from .actor import Actor
 from .fetch import Fetch, FetchEffect, FetchEvent, fetch_step
 from .handle import RequestResult
+from .layers import LayerGroups
 from .poison import PoisonBook, PoisonedPages
 from .prefill_peer import DecodePeers, PrefillPeer
 from .requests import Fetching, error_of
@@ -60,9 +61,10 @@ class DecodeRequests(DecodePeers):
         regions: Sequence[Sequence[MemoryRegion]],
         tail: TailPool | None,
         bounds: Bounds,
+        layers: LayerGroups,
         actor: Actor | None,
     ) -> None:
-        super().__init__(engine, spec, regions, tail, bounds, actor)
+        super().__init__(engine, spec, regions, tail, bounds, layers, actor)
         self._lock = threading.Lock()  # Guards the next one, which submit() looks at.
         self._num_requests = 0
         self._poison = PoisonBook(spec.placement.dp_size, len(spec.layout.groups))
@@ -108,9 +110,9 @@ class DecodeRequests(DecodePeers):
         self._after(fetching, fetching.deadline_s, self._on_deadline)
         fetching.timeline.note("Sent", self._actor.now())
         peer._link.send(fetching.message())
-        for rank, counter in enumerate(fetching.counters):
+        for index, counter in enumerate(fetching.counters):
             if counter is not None:
-                counter.add_done_callback(partial(self._on_counter_done, fetching, rank))
+                counter.add_done_callback(partial(self._on_counter_done, fetching, index))
 
     def _count_callback_error(self) -> None:
         self._counts["callback_errors"] += 1
@@ -125,12 +127,12 @@ class DecodeRequests(DecodePeers):
     def _on_deadline(self, fetching: Fetching) -> None:
         self._apply(fetching, DeadlinePassed(f"its deadline of {fetching.deadline_s:g} s passed"))
 
-    def _on_counter_done(self, fetching: Fetching, rank: int, counter: Counter) -> None:
+    def _on_counter_done(self, fetching: Fetching, index: int, counter: Counter) -> None:
         """On the engine's dispatcher thread."""
         error = counter.exception(0)
         event: FetchEvent
         if error is None:
-            event = CounterFired(rank)
+            event = CounterFired(index)
         elif isinstance(error, ClosedError):
             event = EngineClosed()
         else:

@@ -1,7 +1,7 @@
 """What a request may do next on the decode side, as a pure function.
 
->>> fetch = Fetch(waiting=0b11)                              # two ranks' counters have still to fire
->>> fetch, effects = fetch_step(fetch, CounterFired(rank=0))
+>>> fetch = Fetch(waiting=0b11)                              # two counters have still to fire
+>>> fetch, effects = fetch_step(fetch, CounterFired(0))
 >>> fetch, effects = fetch_step(fetch, CancelAsked())        # effects: send a Cancel, start the cancel timer
 
 Three things hold in every run: a final phase never changes; a request ends exactly once; and ``pages_clean`` is only
@@ -49,7 +49,7 @@ class Fetch(msgspec.Struct, frozen=True):
     Attributes
     ----------
     waiting : int
-        Bit mask of the ranks whose counters have not fired.
+        Bit mask of the counters that have not fired.
     started : bool
         A counter has fired, or the peer accepted: a later Reject cannot be true.
     cause, reason
@@ -119,8 +119,8 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             return _end(fetch, RequestState.FAILED, reason, clean=pages_clean)
         case CancelConfirmed(pages_clean):
             return _end(fetch, None, fetch.reason, clean=pages_clean) if cancelling else (fetch, _LATE)
-        case CounterFired(rank):
-            fetch = msgspec.structs.replace(fetch, waiting=fetch.waiting & ~(1 << rank), started=True)
+        case CounterFired(index):
+            fetch = msgspec.structs.replace(fetch, waiting=fetch.waiting & ~(1 << index), started=True)
             if fetch.waiting:
                 return fetch, ()
             # Every byte is written once and all are here: nothing can land any more, cancelled or not.

@@ -65,6 +65,7 @@ class RequestHandle(Completion[RequestResult]):
         *,
         cancel: Callable[[], None],
         received: Callable[[], int],
+        layers_ready: Callable[[], int],
         total: int,
         on_callback_error: Callable[[], None],
     ) -> None:
@@ -72,6 +73,7 @@ class RequestHandle(Completion[RequestResult]):
         self._actor = actor
         self._cancel = cancel
         self._received = received
+        self._layers_ready = layers_ready
         self._total = total
         self._on_callback_error = on_callback_error
         self._state = RequestState.SENT
@@ -87,6 +89,13 @@ class RequestHandle(Completion[RequestResult]):
         """Units that have arrived so far on all ranks, and the total; a unit is the plan's ``unit_bytes``."""
         ready = self._state is RequestState.READY
         return self._total if ready else min(self._received(), self._total), self._total
+
+    def layers_ready(self) -> int:
+        """Layers from the first on whose pages are all here, on all ranks, whatever becomes of the rest.
+
+        It grows by groups of the messenger's ``layers_per_group``. Never blocks.
+        """
+        return self._layers_ready()
 
     def cancel(self) -> None:
         """Ask the prefill side to stop. The request ends once it has confirmed, or ``Bounds.cancel_s`` has passed.

@@ -18,6 +18,7 @@ from ..sharding import CacheSpec, SourcePicker, TransferPlan, plan_transfer
 from . import wire
 from .actor import Actor, Timer
 from .base import ANSWER_S, Messenger
+from .layers import LayerGroups
 from .peers import RETRY_S, Link, check_setup
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class DecodePeers(Messenger):
         regions: Sequence[Sequence[MemoryRegion]],
         tail: TailPool | None,
         bounds: Bounds,
+        layers: LayerGroups,
         actor: Actor | None,
     ) -> None:
         check_setup(engine, spec, regions, tail)
@@ -88,6 +90,7 @@ class DecodePeers(Messenger):
         self._spec = spec
         self._regions = [list(rank) for rank in regions]
         self._tails = tail
+        self._layers = layers
         self._peers: dict[bytes, PrefillPeer] = {}
         self._fencing: dict[bytes, PrefillPeer | None] = {}  # lost; None: by reclaim()
         self._last_number = 0  # The highest generation so far.
@@ -197,6 +200,7 @@ class DecodePeers(Messenger):
                 spec=self._spec.to_bytes(),
                 regions=[[self._keys(region, native).to_bytes() for region in rank] for rank in self._regions],
                 tail=None if self._tails is None else self._tails.geometry(self._keys(self._tails.region, native)),
+                layer_ends=list(self._layers.ends),
             )
         except FabricKVError as error:
             if native is not None:

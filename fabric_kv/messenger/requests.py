@@ -85,7 +85,7 @@ class Fetching:
         self.handle: RequestHandle
         self.source_set = 0
         self.dp = operator.index(request.dp)
-        self.counters: list[Counter | None] = []  # of each rank, and of the tail
+        self.counters: list[Counter | None] = []  # of each rank and layer group, and of the tail
         self.expected_units = 0  # of all counters
         self.tail_slot: int | None = None
         self.fetch = Fetch(waiting=0)

@@ -127,7 +127,7 @@ class Serving(Outflow):
             raise ConfigError(f"{self.key_text}: {len(chunk.src_pages)} page lists, the cache has {len(groups)} groups")
 
     def plan_chunk(self, chunk: Chunk) -> list[Submission]:
-        """The submissions of a chunk, one per decode rank and device group here.
+        """The submissions of a chunk, one per counter of decode and device group here.
 
         None where all of it was planned before the request was preempted.
 
@@ -156,7 +156,7 @@ class Serving(Outflow):
         for rank, lists, layers in self.session.writes.of_chunk(
             maps, src_pages, self.dst_pages, source_set=request.source_set, src_dp=chunk.dp, dst_dp=self.dst_dp
         ):
-            token = self.tokens[rank.dst_rank]
+            token = self.tokens[rank.counter]
             assert token is not None  # read_request checked that every rank that receives has one
             submissions.append(Submission(self, rank, lists, frozenset() if chunk.computed else layers, token))
         return submissions

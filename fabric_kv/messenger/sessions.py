@@ -14,6 +14,7 @@ from ..errors import ConfigError, FabricKVError, ProtocolError
 from ..regions import RemoteRegion
 from ..sharding import CacheSpec, TransferPlan, plan_transfer
 from . import wire
+from .layers import LayerGroups
 from .peers import Link, check_page_lists, check_regions, tail_difference
 from .scheduler import PrefillRequest, RequestKey
 from .serving import Serving, TailPlace
@@ -48,14 +49,16 @@ class Session:
         plan: TransferPlan,
         regions: list[list[RemoteRegion]],
         tail_region: RemoteRegion | None,
-        writes: SessionWrites,
+        layers: LayerGroups,
+        ours: Sequence[Sequence[MemoryRegion]],
     ) -> None:
         self.epoch: bytes = link.peer.epoch
         self.number = hello.session
         self.link = link
         self.plan = plan
         self.regions = regions
-        self.writes = writes
+        self.layers = layers
+        self.writes = SessionWrites(plan, ours, regions, layers)
         self.tail = hello.tail
         self.tail_region = tail_region
         self.seen = SeenWindow(hello.session)
@@ -89,6 +92,8 @@ class Session:
             plan = plan_transfer(spec, theirs)
             regions = [[RemoteRegion.from_bytes(data) for data in rank] for rank in hello.regions]
             check_regions(theirs, [[region.nbytes for region in rank] for rank in regions], "the decode side")
+            num_layers = theirs.layout.num_layers
+            layers = LayerGroups(hello.layer_ends or [num_layers], num_layers)
             tail_region = None if hello.tail is None else RemoteRegion.from_bytes(hello.tail.region)
             for region in (*(r for rank in regions for r in rank), *(() if tail_region is None else (tail_region,))):
                 if region.epoch != link.peer.epoch:
@@ -104,7 +109,7 @@ class Session:
         difference = tail_difference(tails, hello.tail)
         if difference:
             raise Refusal("incompatible", difference)
-        return cls(hello, link, plan, regions, tail_region, SessionWrites(plan, ours, regions))
+        return cls(hello, link, plan, regions, tail_region, layers, ours)
 
     def read_request(self, message: wire.Request) -> Serving:
         """Check a request against the plan.
@@ -129,15 +134,25 @@ class Session:
         if self.tail is not None and message.tail_slot is not None and message.tail_slot >= self.tail.num_slots:
             raise ProtocolError(f"tail slot {message.tail_slot} is out of range: there are {self.tail.num_slots}")
         counters, total_units = message.counters, 0
-        if len(counters) != len(self.plan.dst.memory):
-            raise ProtocolError(f"{len(counters)} counters for {len(self.plan.dst.memory)} decode ranks")
-        for rank, token in enumerate(counters):
+        num_ranks, num_groups = self.plan.dst.placement.num_ranks, len(self.layers)
+        if len(counters) != num_ranks * num_groups:
+            raise ProtocolError(f"{len(counters)} counters for {num_ranks} decode ranks and {num_groups} layer groups")
+        for index, token in enumerate(counters):
+            rank, group = divmod(index, num_groups)
             units = 0
             if self.plan.dst.placement.coords(rank).dp == message.dp:
-                units = self.plan.expected_units(rank, message.source_set, int(tokens.size), cached=message.cached)
+                units = self.plan.expected_units(
+                    rank,
+                    message.source_set,
+                    int(tokens.size),
+                    cached=message.cached,
+                    layers=self.layers.layers_of(group),
+                )
             total_units += units
             if (token is not None) != (units > 0):
-                raise ProtocolError(f"decode rank {rank} must {'' if units else 'not '}have a counter")
+                raise ProtocolError(
+                    f"decode rank {rank} must {'' if units else 'not '}have a counter for layer group {group}"
+                )
         for token in (*counters, message.tail_counter):
             if token is not None and token.unit_bytes != self.plan.unit_bytes:
                 raise ProtocolError(f"a unit of {token.unit_bytes} bytes: the plan says {self.plan.unit_bytes}")

@@ -1,6 +1,6 @@
 """States and events of a request, on both sides, and which requests have been seen.
 
->>> fetch, effects = fetch_step(Fetch(waiting=0b11), CounterFired(rank=0))      # see fetch.py, serve.py
+>>> fetch, effects = fetch_step(Fetch(waiting=0b11), CounterFired(0))      # see fetch.py, serve.py
 >>> RequestState.READY.final
 True
 
@@ -139,9 +139,9 @@ class CancelConfirmed(_Event, frozen=True):
 
 
 class CounterFired(_Event, frozen=True):
-    """Every unit that ``rank`` expects has been counted."""
+    """Every unit that one of the request's counters expects has been counted."""
 
-    rank: int
+    index: int
 
 
 class CounterBroken(_Event, frozen=True):

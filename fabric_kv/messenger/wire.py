@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ConfigError, ProtocolError
 from ..regions import CounterToken
+from .layers import MAX_LAYER_GROUPS
 
 __all__ = [
     "MAX_PARAMS_BYTES",
@@ -58,6 +59,7 @@ MAX_GROUPS = 256
 MAX_RANKS = 1024
 MAX_REGIONS = 16384
 MAX_TAIL_FIELDS = 64
+MAX_COUNTERS = 65536  # of a request
 
 Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -99,6 +101,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     ``session`` is also the number of the session's first request: generations count up from it without gaps.
     ``peer_epoch`` is who the sender means to talk to. ``regions``: RemoteRegion bytes per rank and region.
+    ``layer_ends``: where the groups of layers end that are counted by themselves; empty: one for all.
     """
 
     session: U63
@@ -109,6 +112,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         list[Annotated[list[RegionBytes], Meta(max_length=MAX_REGIONS)]], Meta(min_length=1, max_length=MAX_RANKS)
     ]
     tail: TailGeometry | None = None
+    layer_ends: Annotated[list[U31], Meta(max_length=MAX_LAYER_GROUPS)] = []
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
@@ -124,8 +128,8 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     """One prompt to prefill and the decode pages that its cache goes to.
 
     ``pages``: one list per cache group, in token order, of the data-parallel replica ``dp``. ``counters``: one token
-    per decode rank, None where that rank receives nothing. ``tail_slot`` and ``tail_counter`` come together or not at
-    all. ``deadline_s`` is a duration from arrival, so clocks need not agree.
+    per decode rank and layer group, rank by rank, None where nothing is received. ``tail_slot`` and ``tail_counter``
+    come together or not at all. ``deadline_s`` is a duration from arrival, so clocks need not agree.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
@@ -134,7 +138,7 @@ class Request(msgspec.Struct, frozen=True, tag="request"):
     pages: Annotated[list[Ints], Meta(min_length=1, max_length=MAX_GROUPS)]
     source_set: U31
     cached: U63
-    counters: Annotated[list[CounterToken | None], Meta(min_length=1, max_length=MAX_RANKS)]
+    counters: Annotated[list[CounterToken | None], Meta(min_length=1, max_length=MAX_COUNTERS)]
     tail_slot: U31 | None
     deadline_s: Seconds
     params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)] = b""

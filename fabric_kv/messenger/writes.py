@@ -1,6 +1,6 @@
 """What this side's ranks write to those of one decode engine: worked out once, and posted with the pages of each chunk.
 
->>> writes = SessionWrites(plan, our_regions, their_regions)
+>>> writes = SessionWrites(plan, our_regions, their_regions, layer_groups)
 >>> for rank, lists, layers in writes.of_chunk(maps, src_pages, dst_pages, source_set=0, src_dp=0, dst_dp=0): ...
 >>> rank.submit(engine, peer, lists, token, watch, step)
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..regions import CounterToken, RemoteRegion
     from ..sharding import PageMap, TransferPlan
     from ..transfers import MemoryRegion, Peer, Transfer
+    from .layers import LayerGroups
 
 __all__ = ["ChunkWrites", "PageLists", "RankWrites", "SessionWrites"]
 
@@ -35,11 +36,13 @@ _NO_PAGES = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class RankWrites:
-    """What one decode rank gets from one device group of this side: all layers, without pages.
+    """What one decode rank gets from one device group of this side: the layers of a group, without pages.
 
     Attributes
     ----------
     dst_rank : int
+    counter : int
+        Which of a request's counters counts it.
     kinds : dict of (group, kind) to int
         Which page lists of a submission hold the pieces of that kind.
     layers : list of set of int
@@ -48,8 +51,9 @@ class RankWrites:
         Who has the pages.
     """
 
-    def __init__(self, dst_rank: int) -> None:
+    def __init__(self, dst_rank: int, counter: int) -> None:
         self.dst_rank = dst_rank
+        self.counter = counter
         self.kinds: dict[tuple[int, int], int] = {}
         self.layers: list[set[int]] = []
         self.sources: set[tuple[int, int]] = set()
@@ -98,6 +102,8 @@ class SessionWrites:
         Of each rank of this side.
     there : sequence of sequence of RemoteRegion
         Of each decode rank.
+    layer_groups : LayerGroups
+        What decode counts by itself.
     """
 
     def __init__(
@@ -105,8 +111,10 @@ class SessionWrites:
         plan: TransferPlan,
         here: Sequence[Sequence[MemoryRegion]],
         there: Sequence[Sequence[RemoteRegion]],
+        layer_groups: LayerGroups,
     ) -> None:
         self._plan = plan
+        self._layer_groups = layer_groups
         self._here = here
         self._there = there
         self._remembered: dict[tuple[int, int, int], list[RankWrites]] = {}
@@ -160,9 +168,10 @@ class SessionWrites:
     def _work_out(self, source_set: int, src_dp: int, dst_dp: int) -> list[RankWrites]:
         plan = self._plan
         pairs = plan.pairs(source_set, src_dp=src_dp, dst_dp=dst_dp)
-        # By decode rank, and by the device group that sends: a submission has one of each.
+        # By counter (decode rank and layer group), and by the device group that sends: a submission has one of each.
         found: dict[tuple[int, int], RankWrites] = {}
         for layer in range(plan.src.layout.num_layers):
+            layer_group = self._layer_groups.group_of(layer)
             for group in plan.groups_of_layer(layer):
                 for src_rank, dst_rank in pairs:
                     for each in plan.fragments(src_rank, dst_rank, group, layer, source_set):
@@ -179,8 +188,9 @@ class SessionWrites:
                             src_row_stride=each.src_row_stride,
                             dst_row_stride=each.dst_row_stride,
                         )
-                        key = dst_rank, src.remote.group
+                        counter = self._layer_groups.counter_of(dst_rank, layer_group)
+                        key = counter, src.remote.group
                         if key not in found:
-                            found[key] = RankWrites(dst_rank)
+                            found[key] = RankWrites(dst_rank, counter)
                         found[key].add(layer, group, each.kind, src_rank, piece)
         return list(found.values())

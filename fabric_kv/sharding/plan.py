@@ -90,7 +90,7 @@ class TransferPlan:
         self._pieces = [Pieces.of_group(a, b) for a, b in zip(src.layout.groups, dst.layout.groups, strict=True)]
         self._cutter = Cutter(src, dst, self._pieces)
         self._groups_of_layer = [src.layout.groups_of_layer(layer) for layer in range(src.layout.num_layers)]
-        self._units: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        self._units: dict[tuple[int, int, range | None], list[tuple[int, ...]]] = {}
         self.unit_bytes = self._cutter.choose_unit(self._routes.all_pairs())
 
     def group_of_layer(self, layer: int) -> int:
@@ -210,14 +210,22 @@ class TransferPlan:
             if chosen.dst_low < 0 or chosen.dst_high >= num_dst:
                 self._refuse_page("decode", dst_rank, group, num_dst, chosen.dst_low, chosen.dst_high)
 
-    def expected_units(self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0) -> int:
-        """Units that arrive at ``dst_rank`` for a whole request: all layers, all sources, data only."""
-        key = (dst_rank, source_set)
+    def expected_units(
+        self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0, layers: range | None = None
+    ) -> int:
+        """Units that arrive at ``dst_rank`` for a whole request: all sources, data only.
+
+        Parameters
+        ----------
+        layers : range, optional
+            Count these only; by default all.
+        """
+        key = (dst_rank, source_set, layers)
         units = self._units.get(key)
         if units is None:
             if len(self._units) >= MAX_REMEMBERED:
                 self._units.clear()
-            units = self._units[key] = self._units_per_piece(dst_rank, source_set)
+            units = self._units[key] = self._units_per_piece(dst_rank, source_set, layers)
         total = 0
         for pieces, per_piece in zip(self._pieces, units, strict=True):
             counts = pieces.counts(num_tokens, cached)
@@ -248,7 +256,7 @@ class TransferPlan:
         """A table of which source rank feeds which destination rank: layers, heads, writes per page."""
         return explain(self, source_set, src_dp, dst_dp)
 
-    def _units_per_piece(self, dst_rank: int, source_set: int) -> list[tuple[int, ...]]:
+    def _units_per_piece(self, dst_rank: int, source_set: int, layers: range | None) -> list[tuple[int, ...]]:
         """Units that a piece of each kind brings to a rank, summed over layers and sources; for each group."""
         dp = self.dst.placement.coords(dst_rank).dp
         totals = [[0] * len(pieces.kinds) for pieces in self._pieces]
@@ -256,6 +264,8 @@ class TransferPlan:
             if target != dst_rank:
                 continue
             for group, layer in self._cutter.source_layers(src_rank):
+                if layers is not None and layer not in layers:
+                    continue
                 for fragment in self.fragments(src_rank, dst_rank, group, layer, source_set):
                     totals[group][fragment.kind] += fragment.rows * -(-fragment.nbytes // self.unit_bytes)
         return [tuple(total) for total in totals]

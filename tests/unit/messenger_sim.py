@@ -193,6 +193,7 @@ class Sim:
         preempts=0.0,
         prefill_dp=1,
         decode_dp=1,
+        layers_per_group=None,
         admission=Admission(),
     ):
         print(f"seed {seed}")
@@ -230,6 +231,7 @@ class Sim:
             [[self.decode_engine.register(array)] for array in self.dst],
             self.decode_tails,
             bounds,
+            layers_per_group=layers_per_group,
             actor=self.decode_actor,
         )
         self.actors = [self.prefill_actor, self.decode_actor]
@@ -360,17 +362,17 @@ class Fetch:
             array[:, :, self.pages] = CANARY
         self.sim.dst_free += self.pages.tolist()
 
-    def check_pages(self):
-        expected = stamp(self.number, self.num_tokens)
+    def check_pages(self, layers=LAYERS, *, tail=True):
+        expected = stamp(self.number, self.num_tokens)[:layers]
         for token in range(self.cached, self.num_tokens):
             page, row = divmod(token, self.sim.dst_page_tokens)
             for rank, heads in ranks_of(self.sim.dst_spec, self.dp):
-                found = self.sim.dst[rank][:, :, self.pages[page], :, row]
+                found = self.sim.dst[rank][:layers, :, self.pages[page], :, row]
                 assert (found == expected[:, :, token, heads]).all(), f"token {token} of rank {rank}"
         ours = {rank for rank, _ in ranks_of(self.sim.dst_spec, self.dp)}
         for rank, array in enumerate(self.sim.dst):
             assert rank in ours or (array[:, :, self.pages] == CANARY).all(), f"rank {rank} of another replica"
-        if self.sim.decode_tails is not None:
+        if tail and self.sim.decode_tails is not None:
             tail = self.sim.tail_of(self.number)
             assert {name: array.tolist() for name, array in self.result.tail.items()} == {
                 name: array.tolist() for name, array in tail.items()

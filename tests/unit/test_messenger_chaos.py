@@ -23,6 +23,7 @@ def make_sim(seed, **changes):
         decode_tp=chooser.choice([1, 3]),
         src_page_tokens=chooser.choice([4, 8]),
         dst_page_tokens=chooser.choice([4, 8]),
+        layers_per_group=chooser.choice([None, 1]),
         prefill_dp=chooser.choice([1, 1, 2]),
         decode_dp=chooser.choice([1, 1, 3]),
         tails=chooser.random() < 0.7,

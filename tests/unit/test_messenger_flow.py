@@ -16,7 +16,7 @@ from fabric_kv.errors import (
 )
 from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState, wire
 
-from .messenger_sim import Sim
+from .messenger_sim import LAYERS, Sim
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (3, 1), (1, 3), (3, 3)])
@@ -29,6 +29,63 @@ def test_every_byte_arrives_in_its_place(seed, prefill_tp, decode_tp, tails):
     sim.check_all()
     sim.check_nothing_left()
     assert len(sim.scheduler.released) == 4
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (3, 1), (1, 3)])
+def test_layers_that_are_ready_hold_what_they_should(seed, prefill_tp, decode_tp):
+    sim = Sim(seed, prefill_tp=prefill_tp, decode_tp=decode_tp, layers_per_group=1)
+    fetches = [sim.submit(n) for n in (11, 4, 19)]
+    seen = {fetch: [0] for fetch in fetches}
+    while not all(fetch.handle.done() for fetch in fetches):
+        assert sim.step()
+        for fetch in fetches:
+            if not fetch.ends:
+                seen[fetch].append(fetch.handle.layers_ready())
+                fetch.check_pages(layers=seen[fetch][-1], tail=False)
+    assert all(fetch.result for fetch in fetches)
+    for fetch, counts in seen.items():
+        assert counts == sorted(counts)
+        assert fetch.handle.layers_ready() == LAYERS
+    sim.run(lambda: not sim.scheduler.jobs)
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_the_first_layer_is_ready_while_the_next_is_computed(seed):
+    sim = Sim(seed, decode_tp=3, layers_per_group=1)
+    fetch = sim.submit(8)
+    sim.scheduler.pause = True
+    sim.run(lambda: sim.scheduler.jobs)
+    (job,) = sim.scheduler.jobs.values()
+    job.chunk = (0, 8)
+    job.step = sim.prefill.begin_step([Chunk(job.request.key, 0, 8, [job.pages], final=True)])
+    job.layers_left, job.at = [1], 8
+    assert fetch.handle.layers_ready() == 0
+    job.write_source(0)
+    sim.prefill.layer_done(job.step, 0)
+    sim.settle()
+    assert fetch.handle.layers_ready() == 1
+    assert not fetch.handle.done()
+    sim.scheduler.pause = False
+    sim.run(fetch.handle.done)
+    assert fetch.result
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_one_group_of_layers_is_ready_at_once_or_not(seed):
+    sim = Sim(seed)
+    fetch, seen = sim.submit(20), set()
+    while not fetch.handle.done():
+        assert sim.step()
+        seen.add(fetch.handle.layers_ready())
+    assert seen == {0, LAYERS}
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_groups_of_no_layers_are_refused(seed, size):
+    with pytest.raises(ConfigError, match=f"layers_per_group={size} is out of range"):
+        Sim(seed, layers_per_group=size)
 
 
 @pytest.mark.parametrize(("prefill_dp", "decode_dp"), [(2, 1), (1, 2), (3, 2)])

@@ -118,7 +118,7 @@ def body(**changes):
         {"request_id": "x" * 257},
         {"pages": []},
         {"pages": [[32, b""]] * 257},
-        {"counters": [None] * 1025},
+        {"counters": [None] * (wire.MAX_COUNTERS + 1)},
         {"counters": [[1 << 17, 0, 1, 0]]},
         {"deadline_s": 0},
         {"deadline_s": float("nan")},

@@ -65,9 +65,9 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {}
-    markdown = []
+    markdown, commit = [], describe_run(repetitions)["commit"]  # before --update changes a file
     for part in [part for part in PARTS if part in (args.parts or PARTS)]:
-        run = describe_run(repetitions)
+        run = {**describe_run(repetitions), "commit": commit}
         results = measures[part]()
         data[part] = {"run": run, "results": results}
         # As far as it came: what follows may fail.

@@ -70,7 +70,7 @@ class DecodeEnd:
         self._channel, self._work = channel, work
         self._engine = open_engine(fabric, channel.local_host, max_transfers=16384, dispatch="thread")
         stack.callback(self._engine.close)
-        self._cache = Cache(self._engine, work, prefills=False)
+        self._cache = Cache(self._engine, work, fabric, prefills=False)
         opened = channel.expect(Opened, _SETUP_S)
         peers.append(opened)
         channel.send(make_opened(self._engine))

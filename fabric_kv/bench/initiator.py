@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 from .. import __version__
 from ..errors import ConfigError, FabricError, FabricKVError, ProtocolError
 from .channel import Channel
+from .memory import make_memory
 from .opened import describe_rails, open_engine, remove_shm_names
 from .ops import max_transfers
 from .phases import PhaseRun, Tokens
@@ -70,7 +72,7 @@ def open_side(
         )
     engine = open_engine(fabric, channels[0].local_host, max_transfers=max(16384, most))
     stack.callback(engine.close)
-    return Side(engine, workload, index, len(channels))
+    return Side(engine, workload, index, len(channels), partial(make_memory, fabric))
 
 
 class Initiator:

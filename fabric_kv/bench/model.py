@@ -1,7 +1,7 @@
 """A model's cache at both ends: page sets for requests, what they hold, and what one layer of a chunk moves.
 
 >>> work = ModelWork(layout=layout, prefill_tp=4, decode_tp=4, isl=16384, chunk=4096)
->>> cache = Cache(engine, work, prefills=False)
+>>> cache = Cache(engine, work, fabric, prefills=False)
 >>> cache.stamp(iteration=1); cache.count_wrong(iteration=1)
 
 Every row of every head is a function of seed, iteration, layer, part, head and token, so that a wrong mapping between
@@ -23,8 +23,9 @@ from ..errors import ConfigError
 from ..sharding import CacheSpec, KVLayout, Placement, TransferPlan
 from ..sharding.layout import Group, Part
 from ..sharding.plan import PageWrite
-from .memory import allocate
+from .memory import make_memory
 from .stamps import page_words
+from .workload import Fabric
 
 __all__ = ["Cache", "LayerMove", "ModelWork", "layer_moves", "page_sets"]
 
@@ -128,16 +129,18 @@ class Cache:
     ----------
     engine : Engine
     work : ModelWork
+    fabric : Fabric
+        Says where the memory is.
     prefills : bool
         Which side.
     """
 
-    def __init__(self, engine: Engine, work: ModelWork, *, prefills: bool) -> None:
+    def __init__(self, engine: Engine, work: ModelWork, fabric: Fabric, *, prefills: bool) -> None:
         self.work = work
         self.spec = work.spec(work.prefill_tp if prefills else work.decode_tp)
         self._seed = work.seed
-        self._memory = [[allocate(nbytes) for nbytes in rank.region_bytes] for rank in self.spec.memory]
-        self.regions = [[engine.register(region) for region in rank] for rank in self._memory]
+        self._memory = [[make_memory(fabric, nbytes) for nbytes in rank.region_bytes] for rank in self.spec.memory]
+        self.regions = [[memory.register(engine) for memory in rank] for rank in self._memory]
         self.pages = page_sets(work, prefills=prefills)
 
     def stamp(self, iteration: int) -> None:
@@ -145,10 +148,16 @@ class Cache:
         for cell in self._cells():
             for pages in self.pages:
                 cell.view[pages[cell.group]] = self._contents(cell, iteration)
+        for rank in self._memory:
+            for memory in rank:
+                memory.push()
 
     def count_wrong(self, iteration: int, slots: int) -> int:
         """Pages of a layer and part, of the first ``slots`` sets, that are not as :meth:`stamp` makes them."""
         wrong = 0
+        for rank in self._memory:
+            for memory in rank:
+                memory.pull()
         for cell in self._cells():
             group = self.work.layout.groups[cell.group]
             rows = group.rows_of(cell.part)
@@ -177,7 +186,7 @@ class Cache:
                 for index, (part, place) in enumerate(zip(group.parts, layer.parts, strict=True)):
                     begin, end = self.spec.placement.heads_of(tp, part.heads)
                     view = np.lib.stride_tricks.as_strided(
-                        self._memory[rank][place.region][place.offset :],
+                        self._memory[rank][place.region].array[place.offset :],
                         (memory.num_pages[layer.group], end - begin, group.rows_of(part), part.row_bytes),
                         (place.page_stride, place.head_stride, place.row_stride, 1),
                     )

@@ -50,7 +50,8 @@ class PhaseRun:
         side.stamp_source(phase.case, self._places, phase.iteration)
         if phase.clear and side.takes:
             for link in side.links:
-                link.sink[: self._places.nbytes] = POISON
+                link.sink.array[: self._places.nbytes] = POISON
+                link.sink.push(self._places.nbytes)
         for link in side.links:
             link.finished = None
         self._sinks: list[Sink] = []

@@ -88,7 +88,7 @@ class PrefillEnd:
             self.engine = open_engine(fabric, channels[0].local_host, max_transfers=16384, dispatch="thread")
             self._stack.callback(self.engine.close)
             self.rails: list[dict[str, Any]] = describe_rails(self.engine)
-            self._cache = Cache(self.engine, work, prefills=True)
+            self._cache = Cache(self.engine, work, fabric, prefills=True)
             self._cache.stamp(0)
             self._scheduler = _Queue()
             self._messenger = PrefillMessenger(

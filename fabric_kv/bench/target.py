@@ -103,4 +103,4 @@ def combine(own: Fabric, asked: Fabric) -> Fabric:
             f"{own.provider}"
         )
     rails = own.rails if own.rails is not None or own.nics else asked.rails
-    return msgspec.structs.replace(own, provider=own.provider or asked.provider, rails=rails)
+    return msgspec.structs.replace(own, provider=own.provider or asked.provider, rails=rails, mem=own.mem or asked.mem)

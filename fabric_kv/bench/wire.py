@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = "fabric-kv-bench"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 
 _Text = Annotated[str, Meta(max_length=4096)]

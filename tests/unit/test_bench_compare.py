@@ -107,6 +107,7 @@ def test_pictures_are_refused_before_anything_is_measured(
         (["--loopback", "--provider", "tcp", "--peers", "2"], "one receiver"),
         (["--loopback", "--provider", "tcp", "--bidir"], "one receiver"),
         (["--loopback", "--provider", "tcp", "--rails", "2"], "one rail"),
+        (["--loopback", "--provider", "tcp", "--mem", "cumem"], "drop --mem"),
         (["--loopback", "--provider", "tcp", "--contiguity", "50"], "0 and 100"),
         (["--loopback", "--provider", "tcp", "--progress", "spin"], "scripts/bench"),
     ],

@@ -14,6 +14,7 @@ from fabric_kv.bench.main import main
 from fabric_kv.bench.model import Cache, ModelWork, layer_moves, page_sets
 from fabric_kv.bench.request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
 from fabric_kv.bench.wire import RequestTimes, Served
+from fabric_kv.bench.workload import Fabric
 from fabric_kv.sharding import PRESETS, KVLayout, layout_from_config, plan_transfer
 
 DENSE = KVLayout.attention(num_layers=3, kv_heads=4, head_dim=4, page_tokens=4, dtype="float16")
@@ -32,7 +33,7 @@ class NoEngine:
 def make_cache(work: ModelWork, *, prefills: bool) -> Cache:
     engine: Any = NoEngine()
     assert hasattr(Engine, "register")
-    return Cache(engine, work, prefills=prefills)
+    return Cache(engine, work, Fabric(), prefills=prefills)
 
 
 def copy_rows(src: np.ndarray, dst: np.ndarray, write: Any) -> None:

@@ -41,10 +41,16 @@ class Channel:
         Connected; of any stream family. The channel owns it.
     who : str
         The other end, as messages call it.
+
+    Attributes
+    ----------
+    max_frame_bytes : int
+        It may announce no longer message.
     """
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self.who = who
+        self.max_frame_bytes = MAX_FRAME_BYTES
         self._socket = sock
         self._buffer = bytearray()
         self._waiting: deque[Message] = deque()  # seen by look(), not taken yet
@@ -152,7 +158,7 @@ class Channel:
         if len(self._buffer) < _HEADER.size:
             return None
         (nbytes,) = _HEADER.unpack_from(self._buffer)
-        if nbytes > MAX_FRAME_BYTES:
+        if nbytes > self.max_frame_bytes:
             raise ProtocolError(f"{self.who} announces a message of {nbytes} bytes: it does not speak {MAGIC}")
         if len(self._buffer) < _HEADER.size + nbytes:
             return None

@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
-from .. import __version__
-from ..errors import ConfigError, FabricError, FabricKVError, ProtocolError
+from ..errors import ConfigError, FabricError, FabricKVError
 from .channel import Channel
+from .greeting import exchange_hellos
 from .memory import make_memory
 from .opened import describe_rails, open_engine, remove_shm_names
 from .ops import max_transfers
 from .phases import PhaseRun, Tokens
 from .results import Row, make_row
 from .side import Side
-from .wire import MAGIC, VERSION, Bye, Finished, Go, Hello, Opened, Phase, Ready, Setup
+from .wire import Bye, Finished, Go, Opened, Phase, Ready, Setup
 from .workload import Fabric, Workload
 
-__all__ = ["SETUP_S", "Initiator", "exchange_hellos", "open_side", "part"]
+__all__ = ["SETUP_S", "Initiator", "open_side", "part"]
 
 #: Opening NICs and registering memory may take this long.
 SETUP_S = 60.0
-_HELLO_S = 10.0
 
 #: With --verify each lane is looked at so many times with fresh bytes, beside the check of what was timed.
 CHECKED_ROUNDS = 3
@@ -36,28 +35,6 @@ CHECKED_ROUNDS = 3
 _BYTES_PER_S = 50e6
 
 _MAX_TRANSFERS = 1 << 20
-
-
-def exchange_hellos(channel: Channel) -> Hello:
-    """Make sure that the other end is a bench that we understand.
-
-    Raises
-    ------
-    ProtocolError
-        If it is not.
-    """
-    import os
-
-    channel.send(Hello(MAGIC, VERSION, __version__, os.getpid()))
-    hello = channel.expect(Hello, _HELLO_S)
-    if hello.magic != MAGIC:
-        raise ProtocolError(f"{channel.who} does not speak {MAGIC}")
-    if hello.version != VERSION:
-        raise ProtocolError(
-            f"{channel.who} speaks version {hello.version} (fabric_kv {hello.package}), and we speak {VERSION} "
-            f"(fabric_kv {__version__}). Hint: install the same version at both ends"
-        )
-    return hello
 
 
 def open_side(

@@ -21,7 +21,8 @@ from ..sharding import plan_transfer
 from ..transfers import PagePiece, Peer
 from .channel import Channel
 from .decode_end import CANCEL_S, make_opened
-from .initiator import exchange_hellos, part
+from .greeting import exchange_hellos
+from .initiator import part
 from .model import Cache, ModelWork, layer_moves
 from .opened import describe_rails, open_engine, remove_shm_names
 from .request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures

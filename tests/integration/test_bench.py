@@ -265,10 +265,13 @@ def test_the_command_that_a_target_prints_works(provider: Provider) -> None:
     port = free_port()
     with started("-p", str(port), "--provider", "tcp", "--op", "write", "-b", "4K", "-n", "20") as target:
         words = initiator_words(target, "127.0.0.1")
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
+        with (
+            socket.create_connection(("127.0.0.1", port)),  # says nothing, and must hold nobody up
+            socket.create_connection(("127.0.0.1", port)) as stranger,
+        ):
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             read_until(target, "Not a run")
-        done = bench(*words)
+            done = bench(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [row[0] for row in rows(done.stdout)] == ["4096"]
         output, errors = target.communicate(timeout=LONG)

@@ -221,8 +221,8 @@ def _model(args: argparse.Namespace) -> ModelWork:
 
 
 def _cases_of(model: ModelWork) -> tuple[Case, ...]:
-    """Pages of all layers of a prompt, group by group."""
-    return tuple(Case(group.page_bytes, model.pages(group) * len(group.layers)) for group in model.layout.groups)
+    """What is sent of all layers of a prompt, group by group."""
+    return tuple(Case(group.page_bytes, len(model.sent(group)) * len(group.layers)) for group in model.layout.groups)
 
 
 def _check_roles(args: argparse.Namespace) -> None:

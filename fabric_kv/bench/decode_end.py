@@ -84,8 +84,8 @@ class DecodeEnd:
             work, plan_transfer(work.spec(work.prefill_tp), work.spec(work.decode_tp))
         )
 
-    def obey(self) -> int:
-        """Do as the initiator says; returns the wrong pages that it has counted in all."""
+    def obey(self) -> int | None:
+        """Do as the initiator says; returns the wrong pages that it has counted in all, None if nobody looked."""
         while True:
             message = self._channel.expect(msgspec.Struct, _IDLE_S)
             if isinstance(message, Bye):

@@ -38,9 +38,14 @@ _MAX_TRANSFERS = 1 << 20
 
 
 def open_side(
-    stack: contextlib.ExitStack, fabric: Fabric, workload: Workload, channels: Sequence[Channel], index: int | None
+    stack: contextlib.ExitStack,
+    fabric: Fabric,
+    workload: Workload,
+    channels: Sequence[Channel],
+    index: int | None,
+    num_targets: int,
 ) -> Side:
-    """An engine that is closed with the stack, and the memory of this end."""
+    """An engine that is closed with the stack, and the memory of this end; ``index`` and ``num_targets`` as of Side."""
     most = max(max_transfers(workload.op, workload.depth, case.num_pages, len(channels)) for case in workload.cases)
     if most > _MAX_TRANSFERS:
         raise ConfigError(
@@ -49,7 +54,7 @@ def open_side(
         )
     engine = open_engine(fabric, channels[0].local_host, max_transfers=max(16384, most))
     stack.callback(engine.close)
-    return Side(engine, workload, index, len(channels), partial(make_memory, fabric))
+    return Side(engine, workload, index, num_targets, partial(make_memory, fabric))
 
 
 class Initiator:
@@ -84,8 +89,8 @@ class Initiator:
             for channel in channels:
                 exchange_hellos(channel)
             for index, channel in enumerate(channels):
-                channel.send(Setup(workload, target_fabric, index))
-            self.side = open_side(self._stack, fabric, workload, channels, None)
+                channel.send(Setup(workload, target_fabric, index, len(channels)))
+            self.side = open_side(self._stack, fabric, workload, channels, None, len(channels))
             for index, channel in enumerate(channels):
                 channel.send(self.side.opened(self.side.link(channel, index)))
             for link in self.side.links:
@@ -188,7 +193,7 @@ class Initiator:
                 )
 
     def _end(self, error: BaseException | None) -> None:
-        part(self._channels, error, self._wrong_pages)
+        part(self._channels, error, self._wrong_pages if self._workload.verify else None)
         self._stack.close()
         if error is not None and hasattr(self, "side"):
             for link in self.side.links:
@@ -196,7 +201,7 @@ class Initiator:
                     remove_shm_names(link.opened.shm_names)
 
 
-def part(channels: Iterable[Channel], error: BaseException | None, wrong_pages: int) -> None:
+def part(channels: Iterable[Channel], error: BaseException | None, wrong_pages: int | None) -> None:
     """Say goodbye to the targets, or why there is nothing more to come."""
     for channel in channels:
         if error is None:

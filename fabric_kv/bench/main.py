@@ -40,7 +40,7 @@ from .prefill_end import PrefillEnd
 from .progress import Progress
 from .results import Report
 from .sizes import size_text
-from .table import columns, footer, header, line, messenger_lines
+from .table import columns, footer, header, line, messenger_lines, verdict
 from .target import serve
 from .workload import Fabric
 
@@ -111,7 +111,7 @@ def _be_target(run: Run, words: Sequence[str]) -> int:
     with contextlib.closing(channel):
         say(f"# {channel.who} has connected")
         wrong_pages = serve(channel, run.fabric)
-    say(f"# Wrong pages : {wrong_pages} {'FAILED' if wrong_pages else 'OK'}")
+    say(verdict(wrong_pages))
     return 1 if wrong_pages else 0
 
 

@@ -80,7 +80,7 @@ class PrefillEnd:
         self._channels, self._work = channels, work
         self._stack = contextlib.ExitStack()
         self._decoders: list[_Decoder] = []
-        self._wrong_pages = 0
+        self._wrong_pages: int | None = None
         self._plan = plan_transfer(work.spec(work.prefill_tp), work.spec(work.decode_tp))
         try:
             for index, channel in enumerate(channels):
@@ -153,7 +153,7 @@ class PrefillEnd:
                 self._cache.stamp(iteration)
                 answers = self._serve(f"checked{iteration}", work.slots, None, iteration, check=True)
                 wrong += sum(answer.wrong_pages for answer in answers)
-        self._wrong_pages += wrong
+            self._wrong_pages = wrong
         ops, nbytes, busy_ns = (now - then for now, then in zip(after, before, strict=True))
         return {
             "requests": work.requests * len(self._decoders),

@@ -55,8 +55,8 @@ class Side:
     workload : Workload
     index : int, optional
         Which target this is; None: the initiator.
-    num_links : int
-        How many other ends there will be.
+    num_targets : int
+        Of the run: both ends of a link must lay out as many iterations as the end with the most links has memory for.
     make_memory : callable
         Gives so many bytes.
     """
@@ -66,7 +66,7 @@ class Side:
         engine: Engine,
         workload: Workload,
         index: int | None,
-        num_links: int,
+        num_targets: int,
         make_memory: Callable[[int], Memory],
     ) -> None:
         self.engine = engine
@@ -81,7 +81,7 @@ class Side:
         self._index = index
         self._make_memory = make_memory
         self._lanes = [
-            lanes_for(case, workload.contiguity, workload.depth, workload.memory_bytes // num_links)
+            lanes_for(case, workload.contiguity, workload.depth, workload.memory_bytes // num_targets)
             for case in workload.cases
         ]
         largest = max(self.places(case).nbytes for case in range(len(workload.cases)))

@@ -12,7 +12,7 @@ from typing import Any
 from .results import Report, Row
 from .sizes import size_text
 
-__all__ = ["COLUMNS", "columns", "footer", "header", "line", "messenger_lines"]
+__all__ = ["COLUMNS", "columns", "footer", "header", "line", "messenger_lines", "verdict"]
 
 
 def _percent(value: float | None) -> str:
@@ -157,6 +157,11 @@ def footer(report: Report) -> str:
     """Whether all is right."""
     if report.error is not None:
         return f"# Ended early: {report.error}"
-    if report.workload.verify:
-        return f"# Wrong pages : {report.wrong_pages} {'OK' if not report.wrong_pages else 'FAILED'}"
-    return "# Wrong pages : not looked at (--verify)"
+    return verdict(report.wrong_pages if report.workload.verify else None)
+
+
+def verdict(wrong_pages: int | None) -> str:
+    """How a run ends at all ends; None: nobody looked."""
+    if wrong_pages is None:
+        return "# Wrong pages : not looked at (--verify)"
+    return f"# Wrong pages : {wrong_pages} {'FAILED' if wrong_pages else 'OK'}"

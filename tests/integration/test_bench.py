@@ -103,6 +103,8 @@ PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
     ("provider", "options"),
     [
         ("tcp", ["--op", "paged", *PAGES, "--contiguity", "50", "--batch", "2", "--peers", "3"]),
+        # Memory for one iteration in flight to each of three, but for several to one: both ends must go by the former.
+        ("tcp", ["--op", "paged", *PAGES, "--peers", "3", "--memory", "1M"]),
         ("tcp", ["--op", "write", "-b", "300", "-e", "3M", "-f", "10000", "--bidir", "--rails", "2"]),
         ("tcp", ["--op", "imm", "--batch", "8"]),
         ("tcp", ["--op", "read", "-b", "16K", "--pages", "4", "--bidir"]),
@@ -111,7 +113,7 @@ PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
         ("shm", ["--op", "read", "-b", "16K", "--progress", "spin"]),
     ],
     indirect=["provider"],
-    ids=lambda value: value if isinstance(value, str) else value[1],
+    ids=lambda value: value if isinstance(value, str) else value[1] + (" --memory" if "--memory" in value else ""),
 )
 def test_every_operation_is_measured_and_right(
     provider: Provider, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

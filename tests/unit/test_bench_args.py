@@ -17,7 +17,7 @@ from fabric_kv.bench.opened import open_engine, same_provider
 from fabric_kv.bench.sizes import parse_size, size_text, sweep
 from fabric_kv.bench.target import combine
 from fabric_kv.bench.workload import OPS, Case, Fabric, Workload
-from fabric_kv.errors import ConfigError, DeviceError
+from fabric_kv.errors import ConfigError, DeviceError, FabricError
 
 RUNNABLE = [op for op in OPS if op != "messenger"]
 
@@ -150,7 +150,7 @@ def test_a_target_keeps_what_it_was_told_and_refuses_another_provider() -> None:
     assert combine(Fabric(), asked) == Fabric(provider="tcp", rails=2)
     assert combine(Fabric(nics=("eth1",)), asked) == Fabric(provider="tcp", nics=("eth1",))
     assert combine(Fabric(provider="tcp", rails=1), Fabric()) == Fabric(provider="tcp", rails=1)
-    with pytest.raises(ConfigError, match="this target was started with --provider shm"):
+    with pytest.raises(FabricError, match="this target was started with --provider shm"):
         combine(Fabric(provider="shm"), asked)
 
 

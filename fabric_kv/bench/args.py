@@ -240,6 +240,8 @@ def _check_roles(args: argparse.Namespace) -> None:
         raise ConfigError("--bidir posts in both directions already: drop --reverse")
     if args.target_cpus and not args.loopback:
         raise ConfigError("--target-cpus is for targets of --loopback; a target elsewhere has --cpus of its own")
+    if str(args.json) == str(args.csv) == "-":
+        raise ConfigError("--json - and --csv - both write to stdout: name a file for one of them")
     if not 0 < args.port < 65536:
         raise ConfigError(f"--port {args.port} must lie in [1, 65535]")
     for address in args.addresses:

@@ -86,7 +86,7 @@ class Channel:
             try:
                 view = view[self._socket.send(view) :]
             except BlockingIOError:
-                if not select.select([], [self], [], max(0.0, deadline - time.monotonic()))[1]:
+                if not self._wait(select.POLLOUT, deadline):
                     raise PeerUnreachableError(f"{self.who} takes no messages for {_SEND_S:g} s") from None
             except OSError as error:
                 self._explain_end(error)
@@ -139,7 +139,7 @@ class Channel:
         """
         deadline = time.monotonic() + timeout_s
         while (message := self.take()) is None:
-            if not select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not self._wait(select.POLLIN, deadline):
                 raise PeerUnreachableError(f"{self.who} has not answered for {timeout_s:g} s")
         if not isinstance(message, kind):
             raise ProtocolError(f"{self.who} sent {type(message).__name__} where {kind.__name__} was due")
@@ -153,6 +153,11 @@ class Channel:
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""
         self._socket.close()
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        poll = select.poll()  # with very many peers a descriptor may be above what select(2) takes
+        poll.register(self, event)
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1e3))
 
     def _parse(self) -> Message | None:
         if len(self._buffer) < _HEADER.size:

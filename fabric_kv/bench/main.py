@@ -149,13 +149,15 @@ def _be_initiator(run: Run, words: Sequence[str]) -> int:
         workload=run.workload,
         fabric=run.fabric,
         num_peers=run.num_peers,
+        link_gbps=run.link_gbps,
+        target_cpus=run.target_cpus,
         topology=describe_topology(run.fabric.provider),
         model=run.model,
         qps=run.qps,
     )
     _pin(run.fabric.cpus)
     with Progress() as progress:
-        say: Callable[[str], None] = (lambda _: None) if str(run.json) == "-" else progress.print
+        say: Callable[[str], None] = (lambda _: None) if "-" in (str(run.json), str(run.csv)) else progress.print
         try:
             if run.model is not None:
                 _serve_requests(run, run.model, report, progress, say)

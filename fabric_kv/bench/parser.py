@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write everything here ('-': to stdout, in place of the table)")
-    add("--csv", type=Path, metavar="FILE", help="write the rows here")
+    add("--csv", type=Path, metavar="FILE", help="write the rows here ('-': likewise)")
     add("--plot", type=Path, metavar="FILE", help="draw throughput and latency: .png, .svg or .pdf")
     add("--floor", action="store_true", help="in turn with a bare libfabric loop, and the ratio beside each row")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two files of --json, side by side")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -289,8 +288,7 @@ class PrefillEnd:
 
     def _look_for_end(self) -> None:
         """Raise if a decode side has gone; its answers stay where they are."""
-        ready, _, _ = select.select(self._channels, [], [], 0)
-        for channel in ready:
+        for channel in self._channels:
             channel.look()
 
     def _prefill(self, request: PrefillRequest) -> None:

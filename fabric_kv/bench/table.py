@@ -85,6 +85,8 @@ def settings(report: Report) -> str:
         "nics": ",".join(fabric.nics) or "auto",
         "rails": len(report.rails) or fabric.rails or "auto",
         "cpus": ",".join(map(str, fabric.cpus)) or "any",
+        "target_cpus": ",".join(map(str, report.target_cpus)) or "any",
+        "link_gbps": "auto" if report.link_gbps is None else f"{report.link_gbps:g}",
         "mem": fabric.mem or "host",
         **({"gpu": fabric.gpu} if fabric.on_gpu else {}),
         "memory": size_text(workload.memory_bytes),
@@ -150,7 +152,13 @@ def messenger_lines(report: Report) -> str:
         ("hidden share", "-" if figures["hidden_share"] is None else f"{figures['hidden_share'] * 100:.1f} %"),
         ("while writing (GB/s)", f"{figures['gb_per_s_while_writing']:.3f}"),
     ]
-    return "\n".join(f"{name:28}  {value}" for name, value in lines)
+    text = "\n".join(f"{name:28}  {value}" for name, value in lines)
+    if figures["transfer_bound"]:
+        text += (
+            "\n# A layer takes longer to send than to compute: when compute ends more than the last layer is left, and "
+            "the efficiency says nothing about the messenger"
+        )
+    return text
 
 
 def footer(report: Report) -> str:

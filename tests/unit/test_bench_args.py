@@ -118,6 +118,7 @@ def test_roles() -> None:
         (["--loopback", "--link-gbps", "-1"], "--link-gbps"),
         (["--target-cpus", "1"], "--loopback"),
         (["--loopback", "--gpu", "-1"], "gpu"),
+        (["--loopback", "--json", "-", "--csv", "-"], "both write to stdout"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

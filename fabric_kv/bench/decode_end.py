@@ -75,7 +75,13 @@ class DecodeEnd:
         peers.append(opened)
         channel.send(make_opened(self._engine))
         channel.send(Regions([[region.remote.to_bytes() for region in rank] for rank in self._cache.regions]))
-        bounds = Bounds(request_s=request_bound(setup), cancel_s=CANCEL_S)
+        default = Bounds()
+        bounds = Bounds(
+            handshake_s=max(default.handshake_s, work.timeout_s),
+            accept_s=max(default.accept_s, work.timeout_s),
+            request_s=request_bound(setup),
+            cancel_s=CANCEL_S,
+        )
         decode = DecodeMessenger(self._engine, self._cache.spec, self._cache.regions, bounds=bounds)
         stack.callback(decode.close, drain_s=0.0)
         self._decode = decode

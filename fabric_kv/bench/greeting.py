@@ -24,6 +24,7 @@ __all__ = ["HELLO_S", "await_initiator", "check_hello", "exchange_hellos", "our_
 
 #: From the connection to the Hello.
 HELLO_S = 10.0
+_START_S = 60.0  # where the other end is a process that we have just started, on a machine that may be busy
 _MAX_GUESTS = 64  # then the one that has waited longest goes: a real initiator says Hello at once
 _MAX_HELLO_BYTES = 64 << 10
 
@@ -61,12 +62,12 @@ def exchange_hellos(channel: Channel) -> None:
     Raises
     ------
     PeerUnreachableError
-        If it is gone, or says nothing for :data:`HELLO_S`.
+        If it is gone, or says nothing for :data:`HELLO_S`, or a minute if it has to start first.
     ProtocolError
         As for :func:`check_hello`.
     """
     channel.send(our_hello())
-    check_hello(channel.expect(Hello, HELLO_S), channel.who)
+    check_hello(channel.expect(Hello, HELLO_S if channel.local_host else _START_S), channel.who)
 
 
 def await_initiator(server: socket.socket, say: Callable[[str], None], hello_s: float = HELLO_S) -> Channel:

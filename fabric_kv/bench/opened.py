@@ -32,6 +32,9 @@ __all__ = [
 
 _SHM = "fi_shm://"
 _END_S = 2.0
+# A peer that dies is noticed by the control connection. Silence is borne as long as there, 5 s,
+# since on a machine that measures many processes at once an engine may well wait a second for a core.
+_HEARTBEAT_MISSES = 25
 
 
 def same_provider(asked: str, opened: str) -> bool:
@@ -97,7 +100,11 @@ def open_engine(fabric: Fabric, local_host: str, *, max_transfers: int, dispatch
         nics=() if nics == ("shm",) else nics,
         cpus=[fabric.cpus] if fabric.cpus else (),
         options=EngineOptions(
-            progress=fabric.progress, dispatch=dispatch, max_transfers=max_transfers, device_memory=fabric.on_gpu
+            progress=fabric.progress,
+            dispatch=dispatch,
+            max_transfers=max_transfers,
+            device_memory=fabric.on_gpu,
+            heartbeat_misses=_HEARTBEAT_MISSES,
         ),
     )
     for rail in engine.describe()["groups"][0]["rails"]:

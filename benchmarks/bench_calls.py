@@ -107,8 +107,8 @@ def _row(result: dict[str, Any]) -> list[str]:
 
 
 def _words(name: str) -> str:
-    test, _, parameters = name.removeprefix("test_").partition("[")
-    return test.replace("_", " ") + (f", {parameters[:-1].replace('-', ', ')}" if parameters else "")
+    test, bracket, parameters = name.removeprefix("test_").partition("[")
+    return f"{test.replace('_', ' ')} {bracket}{parameters}".rstrip()
 
 
 def _us(value: float) -> str:

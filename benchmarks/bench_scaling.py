@@ -373,7 +373,7 @@ _TIMES: dict[str, tuple[tuple[str, Callable[[ExitStack, str, Sequence[int]], Tur
 
 
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """One for each thing that grows: value, and as a multiple of the first."""
+    """One for each thing that grows: value, and as a multiple of the first; of times with the range of that."""
     for axis, title in TITLES.items():
         of_axis = [result for result in results if result["axis"] == axis]
         if of_axis:
@@ -387,18 +387,27 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 def _row(result: dict[str, Any], numbers: Sequence[int]) -> list[str]:
     points = {point["n"]: point for point in result["points"]}
-    cells = [
-        f"{points[n]['value']['median']:.{1 if result['unit'] == 'µs' else 0}f} ({points[n]['ratio']['median']:.2f})"
-        if n in points
-        else "–"
-        for n in numbers
-    ]
+    cells = [_cell(result["unit"], points[n]["value"], points[n]["ratio"]) if n in points else "–" for n in numbers]
     return [result["measured"], result["provider"], result["unit"], *cells]
+
+
+def _cell(unit: str, value: dict[str, float], ratio: dict[str, float]) -> str:
+    if unit == "instructions":
+        return f"{value['median']:.0f} ({ratio['median']:.2f})"
+    return f"{value['median']:.1f} ({ratio['median']:.2f}: {ratio['min']:.2f}–{ratio['max']:.2f})"
 
 
 def draw(results: Sequence[dict[str, Any]], machine: str, path: Path) -> None:
     """All ratios against what grows; the suffix says the format. Needs matplotlib."""
     import matplotlib as mpl
+
+    # The same figures give the same file, with text as text.
+    fonts = {"font.sans-serif": ["DejaVu Sans", "Arial"], "svg.fonttype": "none"}
+    with mpl.rc_context({**fonts, "svg.hashsalt": "fabric_kv"}):
+        _draw(results, machine).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw(results: Sequence[dict[str, Any]], machine: str) -> Any:
     from matplotlib.figure import Figure
 
     axes_drawn = [axis for axis in TITLES if any(result["axis"] == axis for result in results)]
@@ -435,6 +444,4 @@ def draw(results: Sequence[dict[str, Any]], machine: str, path: Path) -> None:
         plot.grid(alpha=0.3)
         plot.legend(fontsize=7)
     figure.suptitle(f"What one costs as their number grows. {machine}", fontsize=8)
-    # The same figures give the same file.
-    with mpl.rc_context({"svg.hashsalt": "fabric_kv", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return figure

@@ -30,7 +30,7 @@ def test_calls_stand_beside_their_target_and_the_bare_thing() -> None:
     )
     assert [result["ratio"] for result in results] == [pytest.approx(3), pytest.approx(4), None, None]
     (table,) = bench_calls.tables(results)
-    assert table.rows[0] == ["one, tcp", "6.0 (5.4–7.2)", "≤ 5", "**missed**", "bare", "3.00"]
+    assert table.rows[0] == ["one [tcp]", "6.0 (5.4–7.2)", "≤ 5", "**missed**", "bare", "3.00"]
     assert table.rows[1][3] == "hit"
     assert table.rows[2] == ["bare", "2.0 (1.8–2.4)", "–", "", "–", "–"]
 
@@ -64,10 +64,10 @@ def test_scaling_has_a_table_for_each_thing_that_grows() -> None:
     rails, peers = bench_scaling.tables(RESULTS)
     assert rails.header == ["what", "over", "unit", "1", "2", "4"]
     assert rails.rows == [
-        ["a page", "tcp", "µs", "8.0 (1.00)", "–", "10.0 (1.25)"],
+        ["a page", "tcp", "µs", "8.0 (1.00: 1.00–1.00)", "–", "10.0 (1.25: 1.25–1.25)"],
         ["a page", "tcp", "instructions", "300 (1.00)", "330 (1.10)", "–"],
     ]
-    assert peers.rows == [["a page", "tcp", "µs", "8.0 (1.00)", "16.0 (2.00)"]]
+    assert peers.rows == [["a page", "tcp", "µs", "8.0 (1.00: 1.00–1.00)", "16.0 (2.00: 2.00–2.00)"]]
 
 
 def test_ratios_are_taken_within_a_turn() -> None:

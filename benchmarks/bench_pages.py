@@ -1,38 +1,30 @@
 """Our engine against the bare loop of ``floor/``: same provider, same work, interleaved, as ratios.
 
-    scripts/bench                         everything, several minutes
-    scripts/bench --quick                 a part of it, under a minute
-    scripts/bench --providers tcp,shm --page-bytes 4096,16384 --repetitions 9
-    scripts/bench --json out.json --update docs/performance.md
+>>> results = list(measure(["tcp"], [4096, 65536], repetitions=3))
+>>> print_tables(tables(results), describe_run(3))
 
-A ratio is taken within one repetition, in which floor and engine ran one after the other; given are the median and the
-range. Absolute figures of a shared machine drift by a third, such ratios by much less.
+A part of ``scripts/bench``. A ratio is taken within one repetition, in which floor and engine ran one after the other;
+given are the median and the range. Absolute figures of a shared machine drift by a third, such ratios by much less.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import json
-import re
-import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from bench_tables import Table, range_text, summary
 from contenders import EnginePair, open_floor
-from rich.console import Console
-from rich.table import Table
 
 from fabric_kv.bench.floor import Floor, FloorLatency, pages_of_a_round
-from fabric_kv.bench.machine import describe_machine, describe_versions
+
+__all__ = ["PAGE_BYTES", "PROVIDERS", "SHORT_PAGE_BYTES", "measure", "tables"]
 
 KIB = 1024
 PROVIDERS = ("tcp", "net", "shm")
 PAGE_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
+SHORT_PAGE_BYTES = (4 * KIB, 64 * KIB)
 CONTIGUOUS_PAGE_BYTES = (4 * KIB, 64 * KIB)
 ROUND_PAGES = 8192  # moved in one round, but no more than 32 MiB
 ROUNDS = 5  # of which a repetition takes the median
@@ -49,8 +41,21 @@ TARGET_MILLION_US = 1000.0 + 2000.0  # returns in 1 ms after validation, which m
 TARGET_SIXTEEN_US = 5.0
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def measure(providers: Sequence[str], page_bytes: Sequence[int], *, repetitions: int) -> Iterator[dict[str, Any]]:
+    """All results, as they come; what is under way goes to stderr."""
+    for provider in providers:
+        with contextlib.ExitStack() as stack:
+            floor = stack.enter_context(open_floor(provider))
+            engines = [stack.enter_context(EnginePair(provider, mode)) for mode in MODES]
+            cases = [(size, "random") for size in page_bytes]
+            cases += [(size, "contiguous") for size in page_bytes if size in CONTIGUOUS_PAGE_BYTES]
+            for size, pattern in cases:
+                print(f"{provider}: {size_text(size)}, {pattern}", file=sys.stderr)
+                yield from compare_pages(floor, engines, size, pattern, repetitions)
+            print(f"{provider}: latency and submission", file=sys.stderr)
+            yield from compare_latency(floor, engines, repetitions)
+            if provider == providers[0]:
+                yield from measure_submit(engines[-1], repetitions)
 
 
 def compare_pages(
@@ -112,10 +117,6 @@ def measure_submit(engine: EnginePair, repetitions: int) -> Iterator[dict[str, A
 
 def size_text(nbytes: int) -> str:
     return f"{nbytes // KIB} KiB" if nbytes < KIB * KIB else f"{nbytes // KIB // KIB} MiB"
-
-
-def range_text(values: dict[str, float]) -> str:
-    return f"{values['median']:.2f} ({values['min']:.2f}–{values['max']:.2f})"
 
 
 def verdict(good: bool) -> str:
@@ -183,8 +184,8 @@ def rows_of_submit(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         ]
 
 
-def tables_of(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows."""
+def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """What :func:`measure` has found."""
     per = ["target", ""]
     for what, title, header, rows in (
         (
@@ -206,96 +207,4 @@ def tables_of(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str
     ):
         of_this = [result for result in results if result["what"] == what]
         if of_this:
-            yield title, header, list(rows(of_this))
-
-
-def as_markdown(results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> str:
-    lines = [", ".join(f"{name} {value}" for name, value in machine.items()) + ".", ""]
-    for title, header, rows in tables_of(results):
-        lines += [f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)), ""]
-    return "\n".join(lines)
-
-
-def print_tables(results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    for title, header, rows in tables_of(results):
-        table = Table(title=title, title_justify="left")
-        for name in header:
-            table.add_column(name, justify="right" if "/s" in name or "µs" in name else "left")
-        for row in rows:
-            table.add_row(*(cell.replace("**", "") for cell in row))
-        console.print(table)
-
-
-def update_document(path: Path, markdown: str) -> None:
-    """Put the tables between the document's two markers."""
-    text = path.read_text()
-    new, count = re.subn(
-        r"(<!-- figures -->\n).*?(<!-- end of figures -->)", lambda m: f"{m[1]}{markdown}\n{m[2]}", text, flags=re.S
-    )
-    if count != 1:
-        raise SystemExit(f"{path} has no place for figures: <!-- figures --> ... <!-- end of figures -->")
-    path.write_text(new)
-
-
-def describe_run(repetitions: int) -> dict[str, Any]:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    machine, versions = describe_machine(), describe_versions()
-    return {
-        "commit": git.stdout.strip() or "unknown",
-        "date": datetime.date.today().isoformat(),
-        "repetitions": repetitions,
-        "cpu": machine["cpu"],
-        "Linux": versions["Linux"],
-        "Python": versions["Python"],
-        "load before": machine["load"],
-    }
-
-
-def parse_args() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    parser = argparse.ArgumentParser(prog="scripts/bench", description="Our engine against a bare libfabric loop.")
-    parser.add_argument("--quick", action="store_true", help="4 and 64 KiB, random, adaptive not timed; under a minute")
-    parser.add_argument("--providers", type=lambda text: text.split(","), default=list(PROVIDERS))
-    parser.add_argument("--page-bytes", type=numbers, help="default: 1 KiB to 1 MiB")
-    parser.add_argument("--repetitions", type=int, help="default: 7, quick 5")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
-    parser.add_argument("--update", type=Path, help="put the tables into this document")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    repetitions = args.repetitions or (5 if args.quick else 7)
-    sizes = args.page_bytes or ((4 * KIB, 64 * KIB) if args.quick else PAGE_BYTES)
-    machine = describe_run(repetitions)
-    results: list[dict[str, Any]] = []
-    for provider in args.providers:
-        with contextlib.ExitStack() as stack:
-            floor = stack.enter_context(open_floor(provider))
-            engines = [stack.enter_context(EnginePair(provider, mode)) for mode in (MODES[:1] if args.quick else MODES)]
-            cases = [(size, "random") for size in sizes]
-            cases += [(size, "contiguous") for size in sizes if size in CONTIGUOUS_PAGE_BYTES[: 1 if args.quick else 2]]
-            for size, pattern in cases:
-                print(f"{provider}: {size_text(size)}, {pattern}", file=sys.stderr)
-                results += compare_pages(floor, engines, size, pattern, repetitions)
-            print(f"{provider}: latency and submission", file=sys.stderr)
-            results += compare_latency(floor, engines, repetitions)
-            if provider == args.providers[0]:
-                results += measure_submit(engines[-1], repetitions)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
-    if args.update:
-        update_document(args.update, as_markdown(results, machine))
-    if args.markdown:
-        print(as_markdown(results, machine))
-    else:
-        print_tables(results, machine)
-
-
-if __name__ == "__main__":
-    main()
+            yield Table(title, header, list(rows(of_this)))

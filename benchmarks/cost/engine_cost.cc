@@ -1,7 +1,9 @@
 // What the engine itself costs: the C++ core over a NIC that completes everything at once and moves nothing.
 //
-//     engine_cost post PAGES        posts and completes PAGES scattered pages of 4 KiB, one thread; for callgrind
+//     engine_cost post PAGES [RAILS PEERS TRANSFERS]
+//                                   posts and completes scattered pages of 4 KiB, one thread; for callgrind
 //     engine_cost imm COUNT         counts COUNT immediates; for callgrind
+//     engine_cost register COUNT    registers COUNT regions; for callgrind
 //     engine_cost times             the same and more by the clock, one JSON line each
 //
 // Under callgrind the difference between two sizes is the cost per page, and it repeats exactly.
@@ -168,6 +170,15 @@ void count_immediates(std::uint64_t count) {
     for (std::uint64_t i = 0; i < count; ++i) receiver.on_imm(rail, words[i % words.size()], nullptr);
 }
 
+void register_regions(std::uint64_t count) {
+    std::vector<std::vector<std::unique_ptr<Nic>>> nics(1);
+    nics[0].push_back(std::make_unique<NullNic>(4));
+    Engine engine(std::move(nics), std::vector<GroupOptions>(1));
+    std::vector<std::byte> memory(64 * count);
+    std::vector<std::shared_ptr<Region>> regions;
+    for (std::uint64_t i = 0; i < count; ++i) regions.push_back(engine.register_region(&memory[64 * i], 64, 0));
+}
+
 double seconds_of(const std::function<void()>& fn) {
     std::vector<double> times;
     for (int round = 0; round < 5; ++round) {
@@ -274,17 +285,24 @@ void print_times() {
 
 int main(int argc, char** argv) {
     const std::string mode = argc > 1 ? argv[1] : "";
-    const auto count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
+    const auto number = [&](int at, std::uint64_t otherwise) {
+        return argc > at ? std::strtoull(argv[at], nullptr, 10) : otherwise;
+    };
+    const auto count = number(2, 0), rails = number(3, 1), peers = number(4, 1), transfers = number(5, 1);
     if (mode == "times") {
         print_times();
-    } else if (mode == "post" && count > 0) {
-        Core core(1);
-        core.add(random_pages(count));
+    } else if (mode == "post" && transfers > 0 && count >= transfers && rails > 0 && peers > 0) {
+        Core core(rails, peers);
+        const auto pages = random_pages(count / transfers);
+        for (std::uint64_t i = 0; i < transfers; ++i) core.add(pages);
         core.run();
     } else if (mode == "imm" && count > 0) {
         count_immediates(count);
+    } else if (mode == "register" && count > 0) {
+        register_regions(count);
     } else {
-        std::fprintf(stderr, "usage: engine_cost post PAGES | imm COUNT | times\n");
+        std::fprintf(stderr,
+                     "usage: engine_cost post PAGES [RAILS PEERS TRANSFERS] | imm COUNT | register COUNT | times\n");
         return 2;
     }
 }

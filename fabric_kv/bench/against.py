@@ -36,6 +36,7 @@ def check_comparable(workload: Workload, fabric: Fabric, *, loopback: bool, num_
         (workload.op not in ("paged", "write"), f"it writes pages, and does not know --op {workload.op}"),
         (num_peers > 1 or workload.inwards, "it has one sender and one receiver: drop --peers, -R and --bidir"),
         (fabric.rails not in (None, 1) or len(fabric.nics) > 1, "it has one rail"),
+        (fabric.on_gpu, "its pages are on the host: drop --mem"),
         (workload.contiguity not in (0, 100), "it knows --contiguity 0 and 100"),
         (
             fabric.progress == "spin",

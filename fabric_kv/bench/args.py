@@ -100,11 +100,6 @@ def parse(argv: Sequence[str] | None = None) -> Run:
         From argparse: for ``--help``, and for what it refuses.
     """
     args = make_parser().parse_args(argv)
-    if args.mem != "host":
-        raise ConfigError(
-            f"--mem {args.mem}: this build has host memory only. Device buffers need fabric_kv.memory and a GPU whose "
-            "memory the provider can reach; use --mem host"
-        )
     _complete(args)
     _check_roles(args)
     op: Op = args.op
@@ -140,6 +135,9 @@ def parse(argv: Sequence[str] | None = None) -> Run:
         rails=args.rails,
         progress=args.progress,
         cpus=_cpus(args.cpus),
+        # A target is told by the initiator.
+        mem=args.mem or ("host" if args.addresses or args.loopback else None),
+        gpu=args.gpu,
     )
     if args.floor:
         check_comparable(workload, fabric, loopback=args.loopback, num_peers=num_peers)
@@ -223,8 +221,8 @@ def _model(args: argparse.Namespace) -> ModelWork:
 
 
 def _cases_of(model: ModelWork) -> tuple[Case, ...]:
-    """Pages of all layers of a prompt, group by group."""
-    return tuple(Case(group.page_bytes, model.pages(group) * len(group.layers)) for group in model.layout.groups)
+    """What is sent of all layers of a prompt, group by group."""
+    return tuple(Case(group.page_bytes, len(model.sent(group)) * len(group.layers)) for group in model.layout.groups)
 
 
 def _check_roles(args: argparse.Namespace) -> None:
@@ -242,6 +240,8 @@ def _check_roles(args: argparse.Namespace) -> None:
         raise ConfigError("--bidir posts in both directions already: drop --reverse")
     if args.target_cpus and not args.loopback:
         raise ConfigError("--target-cpus is for targets of --loopback; a target elsewhere has --cpus of its own")
+    if str(args.json) == str(args.csv) == "-":
+        raise ConfigError("--json - and --csv - both write to stdout: name a file for one of them")
     if not 0 < args.port < 65536:
         raise ConfigError(f"--port {args.port} must lie in [1, 65535]")
     for address in args.addresses:
@@ -293,7 +293,7 @@ def peer_command(argv: Sequence[str], host: str, port: int) -> str:
     """What to type at the other end of a target that was started with ``argv``."""
     import shlex
 
-    own = {"-p", "--port", "--bind", "--nics", "--cpus", "--json", "--csv", "--plot"}
+    own = {"-p", "--port", "--bind", "--nics", "--cpus", "--gpu", "--json", "--csv", "--plot"}
     kept: list[str] = []
     skip = False
     for word in argv:

@@ -41,10 +41,16 @@ class Channel:
         Connected; of any stream family. The channel owns it.
     who : str
         The other end, as messages call it.
+
+    Attributes
+    ----------
+    max_frame_bytes : int
+        It may announce no longer message.
     """
 
     def __init__(self, sock: socket.socket, who: str) -> None:
         self.who = who
+        self.max_frame_bytes = MAX_FRAME_BYTES
         self._socket = sock
         self._buffer = bytearray()
         self._waiting: deque[Message] = deque()  # seen by look(), not taken yet
@@ -80,7 +86,7 @@ class Channel:
             try:
                 view = view[self._socket.send(view) :]
             except BlockingIOError:
-                if not select.select([], [self], [], max(0.0, deadline - time.monotonic()))[1]:
+                if not self._wait(select.POLLOUT, deadline):
                     raise PeerUnreachableError(f"{self.who} takes no messages for {_SEND_S:g} s") from None
             except OSError as error:
                 self._explain_end(error)
@@ -133,7 +139,7 @@ class Channel:
         """
         deadline = time.monotonic() + timeout_s
         while (message := self.take()) is None:
-            if not select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not self._wait(select.POLLIN, deadline):
                 raise PeerUnreachableError(f"{self.who} has not answered for {timeout_s:g} s")
         if not isinstance(message, kind):
             raise ProtocolError(f"{self.who} sent {type(message).__name__} where {kind.__name__} was due")
@@ -148,11 +154,16 @@ class Channel:
         """Close the connection; what was sent still arrives."""
         self._socket.close()
 
+    def _wait(self, event: int, deadline: float) -> bool:
+        poll = select.poll()  # with very many peers a descriptor may be above what select(2) takes
+        poll.register(self, event)
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1e3))
+
     def _parse(self) -> Message | None:
         if len(self._buffer) < _HEADER.size:
             return None
         (nbytes,) = _HEADER.unpack_from(self._buffer)
-        if nbytes > MAX_FRAME_BYTES:
+        if nbytes > self.max_frame_bytes:
             raise ProtocolError(f"{self.who} announces a message of {nbytes} bytes: it does not speak {MAGIC}")
         if len(self._buffer) < _HEADER.size + nbytes:
             return None

@@ -70,12 +70,18 @@ class DecodeEnd:
         self._channel, self._work = channel, work
         self._engine = open_engine(fabric, channel.local_host, max_transfers=16384, dispatch="thread")
         stack.callback(self._engine.close)
-        self._cache = Cache(self._engine, work, prefills=False)
+        self._cache = Cache(self._engine, work, fabric, prefills=False)
         opened = channel.expect(Opened, _SETUP_S)
         peers.append(opened)
         channel.send(make_opened(self._engine))
         channel.send(Regions([[region.remote.to_bytes() for region in rank] for rank in self._cache.regions]))
-        bounds = Bounds(request_s=request_bound(setup), cancel_s=CANCEL_S)
+        default = Bounds()
+        bounds = Bounds(
+            handshake_s=max(default.handshake_s, work.timeout_s),
+            accept_s=max(default.accept_s, work.timeout_s),
+            request_s=request_bound(setup),
+            cancel_s=CANCEL_S,
+        )
         decode = DecodeMessenger(self._engine, self._cache.spec, self._cache.regions, bounds=bounds)
         stack.callback(decode.close, drain_s=0.0)
         self._decode = decode
@@ -84,8 +90,8 @@ class DecodeEnd:
             work, plan_transfer(work.spec(work.prefill_tp), work.spec(work.decode_tp))
         )
 
-    def obey(self) -> int:
-        """Do as the initiator says; returns the wrong pages that it has counted in all."""
+    def obey(self) -> int | None:
+        """Do as the initiator says; returns the wrong pages that it has counted in all, None if nobody looked."""
         while True:
             message = self._channel.expect(msgspec.Struct, _IDLE_S)
             if isinstance(message, Bye):

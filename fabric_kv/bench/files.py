@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 from pathlib import Path
@@ -45,8 +46,8 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def write_csv(report: Report, path: Path) -> None:
-    """The rows, under the names of their fields."""
-    with path.open("w", newline="") as file:
+    """The rows, under the names of their fields; ``-`` is stdout."""
+    with contextlib.nullcontext(sys.stdout) if str(path) == "-" else path.open("w", newline="") as file:
         writer = csv.DictWriter(file, Row.__struct_fields__)
         writer.writeheader()
         writer.writerows(msgspec.to_builtins(report.rows))

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
-from .. import __version__
-from ..errors import ConfigError, FabricError, FabricKVError, ProtocolError
+from ..errors import ConfigError, FabricError, FabricKVError
 from .channel import Channel
+from .greeting import exchange_hellos
+from .memory import make_memory
 from .opened import describe_rails, open_engine, remove_shm_names
 from .ops import max_transfers
 from .phases import PhaseRun, Tokens
 from .results import Row, make_row
 from .side import Side
-from .wire import MAGIC, VERSION, Bye, Finished, Go, Hello, Opened, Phase, Ready, Setup
+from .wire import Bye, Finished, Go, Opened, Phase, Ready, Setup
 from .workload import Fabric, Workload
 
-__all__ = ["SETUP_S", "Initiator", "exchange_hellos", "open_side", "part"]
+__all__ = ["SETUP_S", "Initiator", "open_side", "part"]
 
 #: Opening NICs and registering memory may take this long.
 SETUP_S = 60.0
-_HELLO_S = 10.0
 
 #: With --verify each lane is looked at so many times with fresh bytes, beside the check of what was timed.
 CHECKED_ROUNDS = 3
@@ -36,32 +37,15 @@ _BYTES_PER_S = 50e6
 _MAX_TRANSFERS = 1 << 20
 
 
-def exchange_hellos(channel: Channel) -> Hello:
-    """Make sure that the other end is a bench that we understand.
-
-    Raises
-    ------
-    ProtocolError
-        If it is not.
-    """
-    import os
-
-    channel.send(Hello(MAGIC, VERSION, __version__, os.getpid()))
-    hello = channel.expect(Hello, _HELLO_S)
-    if hello.magic != MAGIC:
-        raise ProtocolError(f"{channel.who} does not speak {MAGIC}")
-    if hello.version != VERSION:
-        raise ProtocolError(
-            f"{channel.who} speaks version {hello.version} (fabric_kv {hello.package}), and we speak {VERSION} "
-            f"(fabric_kv {__version__}). Hint: install the same version at both ends"
-        )
-    return hello
-
-
 def open_side(
-    stack: contextlib.ExitStack, fabric: Fabric, workload: Workload, channels: Sequence[Channel], index: int | None
+    stack: contextlib.ExitStack,
+    fabric: Fabric,
+    workload: Workload,
+    channels: Sequence[Channel],
+    index: int | None,
+    num_targets: int,
 ) -> Side:
-    """An engine that is closed with the stack, and the memory of this end."""
+    """An engine that is closed with the stack, and the memory of this end; ``index`` and ``num_targets`` as of Side."""
     most = max(max_transfers(workload.op, workload.depth, case.num_pages, len(channels)) for case in workload.cases)
     if most > _MAX_TRANSFERS:
         raise ConfigError(
@@ -70,7 +54,7 @@ def open_side(
         )
     engine = open_engine(fabric, channels[0].local_host, max_transfers=max(16384, most))
     stack.callback(engine.close)
-    return Side(engine, workload, index, len(channels))
+    return Side(engine, workload, index, num_targets, partial(make_memory, fabric))
 
 
 class Initiator:
@@ -105,8 +89,8 @@ class Initiator:
             for channel in channels:
                 exchange_hellos(channel)
             for index, channel in enumerate(channels):
-                channel.send(Setup(workload, target_fabric, index))
-            self.side = open_side(self._stack, fabric, workload, channels, None)
+                channel.send(Setup(workload, target_fabric, index, len(channels)))
+            self.side = open_side(self._stack, fabric, workload, channels, None, len(channels))
             for index, channel in enumerate(channels):
                 channel.send(self.side.opened(self.side.link(channel, index)))
             for link in self.side.links:
@@ -209,7 +193,7 @@ class Initiator:
                 )
 
     def _end(self, error: BaseException | None) -> None:
-        part(self._channels, error, self._wrong_pages)
+        part(self._channels, error, self._wrong_pages if self._workload.verify else None)
         self._stack.close()
         if error is not None and hasattr(self, "side"):
             for link in self.side.links:
@@ -217,7 +201,7 @@ class Initiator:
                     remove_shm_names(link.opened.shm_names)
 
 
-def part(channels: Iterable[Channel], error: BaseException | None, wrong_pages: int) -> None:
+def part(channels: Iterable[Channel], error: BaseException | None, wrong_pages: int | None) -> None:
     """Say goodbye to the targets, or why there is nothing more to come."""
     for channel in channels:
         if error is None:

@@ -83,7 +83,7 @@ def main(fd: int, parent: int) -> int:
 
     signal.signal(signal.SIGTERM, end)
 
-    from .initiator import exchange_hellos
+    from .greeting import exchange_hellos
     from .target import serve
 
     # What goes wrong is told to the initiator, who has the terminal.

@@ -21,14 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import ConfigError, FabricKVError, PeerUnreachableError, ProtocolError
+from ..errors import ConfigError, FabricKVError
 from .against import measure_against
 from .args import Run, parse, peer_command
-from .channel import Channel, connect, format_address, listen, plain_host
+from .channel import Channel, connect, listen
 from .compare import compare
 from .files import check_writable, read_report, write_csv, write_json
 from .floor import Floor, build_floor
-from .initiator import Initiator, exchange_hellos
+from .greeting import await_initiator
+from .initiator import Initiator
 from .loopback import LocalTargets
 from .machine import describe_machine, describe_topology, describe_versions
 from .model import ModelWork
@@ -39,7 +40,7 @@ from .prefill_end import PrefillEnd
 from .progress import Progress
 from .results import Report
 from .sizes import size_text
-from .table import columns, footer, header, line, messenger_lines
+from .table import columns, footer, header, line, messenger_lines, verdict
 from .target import serve
 from .workload import Fabric
 
@@ -100,25 +101,18 @@ def _compare(run: Run, files: tuple[Path, Path]) -> int:
 
 
 def _be_target(run: Run, words: Sequence[str]) -> int:
-    """Wait for an initiator and take part in its run; strangers who knock are reported and ignored."""
+    """Wait for an initiator and take part in its run; strangers are reported and ignored."""
     _pin(run.fabric.cpus)
+    say = partial(print, flush=True)
     with listen(run.bind, run.port) as server:
-        print(f"# Target on port {run.port}. At the other end:\n#   {peer_command(words, _own_host(run), run.port)}")
-        while True:
-            sys.stdout.flush()
-            sock, address = server.accept()
-            channel = Channel(sock, f"initiator {format_address(plain_host(address[0]), address[1])}")
-            with contextlib.closing(channel):
-                try:
-                    exchange_hellos(channel)
-                except (ProtocolError, PeerUnreachableError) as error:
-                    channel.abort(str(error))
-                    print(f"# Not a run: {error}")
-                    continue
-                print(f"# {channel.who} has connected", flush=True)
-                wrong_pages = serve(channel, run.fabric)
-            print(f"# Wrong pages : {wrong_pages} {'FAILED' if wrong_pages else 'OK'}")
-            return 1 if wrong_pages else 0
+        say(f"# Target on port {run.port}. At the other end:\n#   {peer_command(words, _own_host(run), run.port)}")
+        channel = await_initiator(server, lambda why: say(f"# Not a run: {why}"))
+    # Nobody listens any more: whoever comes now is refused at once.
+    with contextlib.closing(channel):
+        say(f"# {channel.who} has connected")
+        wrong_pages = serve(channel, run.fabric)
+    say(verdict(wrong_pages))
+    return 1 if wrong_pages else 0
 
 
 def _own_host(run: Run) -> str:
@@ -155,13 +149,15 @@ def _be_initiator(run: Run, words: Sequence[str]) -> int:
         workload=run.workload,
         fabric=run.fabric,
         num_peers=run.num_peers,
+        link_gbps=run.link_gbps,
+        target_cpus=run.target_cpus,
         topology=describe_topology(run.fabric.provider),
         model=run.model,
         qps=run.qps,
     )
     _pin(run.fabric.cpus)
     with Progress() as progress:
-        say: Callable[[str], None] = (lambda _: None) if str(run.json) == "-" else progress.print
+        say: Callable[[str], None] = (lambda _: None) if "-" in (str(run.json), str(run.csv)) else progress.print
         try:
             if run.model is not None:
                 _serve_requests(run, run.model, report, progress, say)

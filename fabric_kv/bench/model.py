@@ -1,7 +1,7 @@
 """A model's cache at both ends: page sets for requests, what they hold, and what one layer of a chunk moves.
 
 >>> work = ModelWork(layout=layout, prefill_tp=4, decode_tp=4, isl=16384, chunk=4096)
->>> cache = Cache(engine, work, prefills=False)
+>>> cache = Cache(engine, work, fabric, prefills=False)
 >>> cache.stamp(iteration=1); cache.count_wrong(iteration=1)
 
 Every row of every head is a function of seed, iteration, layer, part, head and token, so that a wrong mapping between
@@ -22,15 +22,18 @@ from ..engine import Engine
 from ..errors import ConfigError
 from ..sharding import CacheSpec, KVLayout, Placement, TransferPlan
 from ..sharding.layout import Group, Part
+from ..sharding.pages import Pieces
 from ..sharding.plan import PageWrite
-from .memory import allocate
+from .memory import make_memory
 from .stamps import page_words
+from .workload import Fabric
 
 __all__ = ["Cache", "LayerMove", "ModelWork", "layer_moves", "page_sets"]
 
 _Tp = Annotated[int, Meta(ge=1, le=64)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 MAX_CACHE_BYTES = 1 << 40
+NO_PAGE = 1 << 40  # out of any range: who looks at it fails
 
 
 class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,24 +72,21 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 20.0
 
     def __post_init__(self) -> None:
-        for group in self.layout.groups:
-            if group.kind in ("state", "sliding"):
-                raise ConfigError(
-                    f"group {group.name} is of kind {group.kind}: the bench sends whole prompts, so it has attention, "
-                    "MLA and indexer caches only"
-                )
         for tp_size in (self.prefill_tp, self.decode_tp):
             if self.cache_bytes(tp_size) > MAX_CACHE_BYTES:
                 raise ConfigError(f"caches of {self.cache_bytes(tp_size)} bytes are above the limit of 1 TiB")
 
-    def pages(self, group: Group) -> int:
-        """Of a request."""
-        return -(-self.isl // group.page_tokens)
+    def sent(self, group: Group) -> range:
+        """Entries of a request's page list that are sent: in a window those that decode sees, of a state its slot."""
+        (run,) = Pieces.of_group(group, group).page_map(0, 0, self.isl, final=True, num_tokens=self.isl).kinds
+        return range(run.dst_entries.start, run.dst_entries.stop)
 
     def spec(self, tp_size: int) -> CacheSpec:
         """The whole cache of one side."""
         return CacheSpec.dense(
-            self.layout, Placement(tp_size=tp_size), [self.pages(group) * self.slots for group in self.layout.groups]
+            self.layout,
+            Placement(tp_size=tp_size),
+            [len(self.sent(group)) * self.slots for group in self.layout.groups],
         )
 
     def cache_bytes(self, tp_size: int) -> int:
@@ -96,7 +96,7 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
             for part in group.parts:
                 heads = sum(end - begin for begin, end in (placement.heads_of(tp, part.heads) for tp in range(tp_size)))
                 page_bytes = heads * group.rows_of(part) * part.row_bytes
-                total += page_bytes * self.pages(group) * self.slots * len(group.layers)
+                total += page_bytes * len(self.sent(group)) * self.slots * len(group.layers)
         return total
 
     def chunks(self) -> list[tuple[int, int]]:
@@ -105,10 +105,18 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_sets(work: ModelWork, *, prefills: bool) -> list[list[NDArray[np.int64]]]:
-    """Of each slot the page list of each group: at random, as an allocator leaves them, and known to both ends."""
+    """Of each slot the page list of each group: at random, as an allocator leaves them, and known to both ends.
+
+    Entries for tokens that have left a sliding window are :data:`NO_PAGE`: such pages exist at neither end.
+    """
     random = np.random.default_rng((work.seed, int(prefills)))
-    lists = [random.permutation(work.pages(group) * work.slots) for group in work.layout.groups]
-    return [[pages.reshape(work.slots, -1)[slot].astype(np.int64) for pages in lists] for slot in range(work.slots)]
+    sets: list[list[NDArray[np.int64]]] = [[] for _ in range(work.slots)]
+    for group in work.layout.groups:
+        sent = work.sent(group)
+        shuffled = random.permutation(len(sent) * work.slots).reshape(work.slots, -1)
+        for pages, taken in zip(sets, shuffled, strict=True):
+            pages.append(np.concatenate([np.full(sent.start, NO_PAGE), taken]).astype(np.int64))
+    return sets
 
 
 class _Cell(NamedTuple):
@@ -128,33 +136,41 @@ class Cache:
     ----------
     engine : Engine
     work : ModelWork
+    fabric : Fabric
+        Says where the memory is.
     prefills : bool
         Which side.
     """
 
-    def __init__(self, engine: Engine, work: ModelWork, *, prefills: bool) -> None:
+    def __init__(self, engine: Engine, work: ModelWork, fabric: Fabric, *, prefills: bool) -> None:
         self.work = work
         self.spec = work.spec(work.prefill_tp if prefills else work.decode_tp)
         self._seed = work.seed
-        self._memory = [[allocate(nbytes) for nbytes in rank.region_bytes] for rank in self.spec.memory]
-        self.regions = [[engine.register(region) for region in rank] for rank in self._memory]
+        self._memory = [[make_memory(fabric, nbytes) for nbytes in rank.region_bytes] for rank in self.spec.memory]
+        self.regions = [[memory.register(engine) for memory in rank] for rank in self._memory]
         self.pages = page_sets(work, prefills=prefills)
 
     def stamp(self, iteration: int) -> None:
         """Fill all page sets."""
         for cell in self._cells():
             for pages in self.pages:
-                cell.view[pages[cell.group]] = self._contents(cell, iteration)
+                cell.view[self._sent(pages, cell)] = self._contents(cell, iteration)
+        for rank in self._memory:
+            for memory in rank:
+                memory.push()
 
     def count_wrong(self, iteration: int, slots: int) -> int:
         """Pages of a layer and part, of the first ``slots`` sets, that are not as :meth:`stamp` makes them."""
         wrong = 0
+        for rank in self._memory:
+            for memory in rank:
+                memory.pull()
         for cell in self._cells():
             group = self.work.layout.groups[cell.group]
             rows = group.rows_of(cell.part)
             expected = self._contents(cell, iteration)
             for pages in self.pages[:slots]:
-                differs = (cell.view[pages[cell.group]] != expected).any(axis=(1, 3))  # (pages, rows)
+                differs = (cell.view[self._sent(pages, cell)] != expected).any(axis=(1, 3))  # (pages, rows)
                 if not cell.part.rows and self.work.isl % rows:
                     differs[-1, self.work.isl % rows :] = False  # no tokens there
                 wrong += int(differs.any(axis=1).sum())
@@ -162,12 +178,15 @@ class Cache:
 
     def _contents(self, cell: _Cell, iteration: int) -> NDArray[np.uint8]:
         group = self.work.layout.groups[cell.group]
-        num_pages, rows = self.work.pages(group), group.rows_of(cell.part)
+        sent, rows = self.work.sent(group), group.rows_of(cell.part)
         heads = cell.first_head + np.arange(cell.view.shape[1])
-        row = np.arange(num_pages)[:, None, None] * rows + np.arange(rows)
-        numbers = (cell.number * cell.part.heads + heads[:, None]) * (num_pages * rows) + row
+        row = np.array(sent)[:, None, None] * rows + np.arange(rows)
+        numbers = (cell.number * cell.part.heads + heads[:, None]) * (sent.stop * rows) + row
         words = page_words(numbers.reshape(-1), cell.part.row_bytes, self._seed, iteration)
-        return words.reshape(num_pages, len(heads), rows, cell.part.row_bytes)
+        return words.reshape(len(sent), len(heads), rows, cell.part.row_bytes)
+
+    def _sent(self, pages: list[NDArray[np.int64]], cell: _Cell) -> NDArray[np.int64]:
+        return pages[cell.group][self.work.sent(self.work.layout.groups[cell.group]).start :]
 
     def _cells(self) -> Iterator[_Cell]:
         for rank, memory in enumerate(self.spec.memory):
@@ -177,7 +196,7 @@ class Cache:
                 for index, (part, place) in enumerate(zip(group.parts, layer.parts, strict=True)):
                     begin, end = self.spec.placement.heads_of(tp, part.heads)
                     view = np.lib.stride_tricks.as_strided(
-                        self._memory[rank][place.region][place.offset :],
+                        self._memory[rank][place.region].array[place.offset :],
                         (memory.num_pages[layer.group], end - begin, group.rows_of(part), part.row_bytes),
                         (place.page_stride, place.head_stride, place.row_stride, 1),
                     )

@@ -16,6 +16,7 @@ from typing import Any
 from ..config import EngineOptions
 from ..engine import Engine
 from ..errors import ConfigError, FabricError
+from .memory import check_memory
 from .workload import Fabric
 
 __all__ = [
@@ -31,6 +32,9 @@ __all__ = [
 
 _SHM = "fi_shm://"
 _END_S = 2.0
+# A peer that dies is noticed by the control connection. Silence is borne as long as there, 5 s,
+# since on a machine that measures many processes at once an engine may well wait a second for a core.
+_HEARTBEAT_MISSES = 25
 
 
 def same_provider(asked: str, opened: str) -> bool:
@@ -67,8 +71,10 @@ def choose_nics(fabric: Fabric, local_host: str) -> tuple[str, ...]:
     else:
         from ..topology import discover
 
+        # A group for each GPU, in the order of their numbers, or one for the host.
         groups = discover(provider=fabric.provider).groups
-        nics = [nic.domain or nic.label for nic in groups[0].nics] if groups else []
+        index = fabric.gpu if fabric.on_gpu and fabric.gpu < len(groups) else 0
+        nics = [nic.domain or nic.label for nic in groups[index].nics] if groups else []
     if rails is not None and len(nics) < rails:
         raise ConfigError(
             f"--rails {rails}, but there {'is' if len(nics) == 1 else 'are'} only {len(nics)}: "
@@ -83,14 +89,23 @@ def open_engine(fabric: Fabric, local_host: str, *, max_transfers: int, dispatch
     Raises
     ------
     FabricError
-        If it cannot be opened, or another provider was.
+        If it cannot be opened, or another provider was; or it is to reach a GPU's memory, and does not.
+    ConfigError, DeviceError
+        If pages are to be on a GPU, and there is none.
     """
+    check_memory(fabric)
     nics = choose_nics(fabric, local_host)
     engine = Engine(
         fabric.provider,
         nics=() if nics == ("shm",) else nics,
         cpus=[fabric.cpus] if fabric.cpus else (),
-        options=EngineOptions(progress=fabric.progress, dispatch=dispatch, max_transfers=max_transfers),
+        options=EngineOptions(
+            progress=fabric.progress,
+            dispatch=dispatch,
+            max_transfers=max_transfers,
+            device_memory=fabric.on_gpu,
+            heartbeat_misses=_HEARTBEAT_MISSES,
+        ),
     )
     for rail in engine.describe()["groups"][0]["rails"]:
         if fabric.provider is not None and not same_provider(fabric.provider, rail["provider"]):

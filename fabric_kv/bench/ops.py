@@ -241,9 +241,10 @@ def count_wrong_pages(side: Side, link: Link, places: Places, sink: Sink | None,
         return sink.wrong(expected)
     if not side.takes or side.workload.op == "imm":
         return 0
-    wrong = count_touched(link.sink, places.gaps, page_bytes)
+    link.sink.pull(places.nbytes)
+    wrong = count_touched(link.sink.array, places.gaps, page_bytes)
     for lane in lanes:
         wrong += count_wrong(
-            link.sink, places.dst[lane], page_bytes=page_bytes, seed=link.their_seed, iteration=iteration + lane
+            link.sink.array, places.dst[lane], page_bytes=page_bytes, seed=link.their_seed, iteration=iteration + lane
         )
     return wrong

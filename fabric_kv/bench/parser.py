@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..sharding import PRESETS
 from .channel import DEFAULT_PORT
 from .sizes import parse_size
-from .workload import OPS
+from .workload import MEMORIES, OPS
 
 __all__ = ["PROG", "make_parser"]
 
@@ -97,12 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--progress", choices=["spin", "adaptive"], default="adaptive", help="engine threads (default %(default)s)")
     add("--cpus", metavar="LIST", help="run on these, such as 0-3,8")
     add("--target-cpus", metavar="LIST", help="with --loopback: the targets run on these")
-    add("--mem", default="host", metavar="host", help="memory of the pages (default %(default)s)")
+    add("--mem", choices=MEMORIES, help="pages are on the host (default), or on a GPU: cuMemAlloc, or cuMem to share")
+    add("--gpu", type=int, default=0, metavar="N", help="with --mem cuda or cumem (default %(default)s)")
     add("--link-gbps", type=float, metavar="X", help="speed of a rail in Gbit/s, for %%link, where nobody knows it")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write everything here ('-': to stdout, in place of the table)")
-    add("--csv", type=Path, metavar="FILE", help="write the rows here")
+    add("--csv", type=Path, metavar="FILE", help="write the rows here ('-': likewise)")
     add("--plot", type=Path, metavar="FILE", help="draw throughput and latency: .png, .svg or .pdf")
     add("--floor", action="store_true", help="in turn with a bare libfabric loop, and the ratio beside each row")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two files of --json, side by side")

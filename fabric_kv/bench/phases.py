@@ -50,7 +50,8 @@ class PhaseRun:
         side.stamp_source(phase.case, self._places, phase.iteration)
         if phase.clear and side.takes:
             for link in side.links:
-                link.sink[: self._places.nbytes] = POISON
+                link.sink.array[: self._places.nbytes] = POISON
+                link.sink.push(self._places.nbytes)
         for link in side.links:
             link.finished = None
         self._sinks: list[Sink] = []
@@ -209,8 +210,11 @@ class PhaseRun:
         return self._flow is None and all(isinstance(sink, ToldSink) for sink in self._sinks)
 
     def _happened(self) -> int:
+        """A number that grows while anything moves: iterations may take longer than ``timeout_s``, operations not."""
         flow = self._flow
-        own = flow.posted + flow.retired_iterations if flow is not None else 0
+        own: int = flow.posted + flow.retired_iterations if flow is not None else 0
+        rails = self._side.engine.describe()["groups"][0]["rails"]
+        own += sum(rail["completions"] for rail in rails)
         return own + sum(sink.received() + done for sink, done in zip(self._sinks, self._signalled, strict=True))
 
     def _standing(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -21,7 +20,8 @@ from ..sharding import plan_transfer
 from ..transfers import PagePiece, Peer
 from .channel import Channel
 from .decode_end import CANCEL_S, make_opened
-from .initiator import exchange_hellos, part
+from .greeting import exchange_hellos
+from .initiator import part
 from .model import Cache, ModelWork, layer_moves
 from .opened import describe_rails, open_engine, remove_shm_names
 from .request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
@@ -79,7 +79,7 @@ class PrefillEnd:
         self._channels, self._work = channels, work
         self._stack = contextlib.ExitStack()
         self._decoders: list[_Decoder] = []
-        self._wrong_pages = 0
+        self._wrong_pages: int | None = None
         self._plan = plan_transfer(work.spec(work.prefill_tp), work.spec(work.decode_tp))
         try:
             for index, channel in enumerate(channels):
@@ -88,7 +88,7 @@ class PrefillEnd:
             self.engine = open_engine(fabric, channels[0].local_host, max_transfers=16384, dispatch="thread")
             self._stack.callback(self.engine.close)
             self.rails: list[dict[str, Any]] = describe_rails(self.engine)
-            self._cache = Cache(self.engine, work, prefills=True)
+            self._cache = Cache(self.engine, work, fabric, prefills=True)
             self._cache.stamp(0)
             self._scheduler = _Queue()
             self._messenger = PrefillMessenger(
@@ -152,7 +152,7 @@ class PrefillEnd:
                 self._cache.stamp(iteration)
                 answers = self._serve(f"checked{iteration}", work.slots, None, iteration, check=True)
                 wrong += sum(answer.wrong_pages for answer in answers)
-        self._wrong_pages += wrong
+            self._wrong_pages = wrong
         ops, nbytes, busy_ns = (now - then for now, then in zip(after, before, strict=True))
         return {
             "requests": work.requests * len(self._decoders),
@@ -288,8 +288,7 @@ class PrefillEnd:
 
     def _look_for_end(self) -> None:
         """Raise if a decode side has gone; its answers stay where they are."""
-        ready, _, _ = select.select(self._channels, [], [], 0)
-        for channel in ready:
+        for channel in self._channels:
             channel.look()
 
     def _prefill(self, request: PrefillRequest) -> None:

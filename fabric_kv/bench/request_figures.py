@@ -76,6 +76,7 @@ def request_figures(
         "layer_gb_per_s": layer_bytes / layer_us / 1e3,
         "tail_us": tail_us,
         "efficiency": layer_us / tail_us if work.layerwise else None,
+        "transfer_bound": work.layerwise and layer_us > work.compute_ms * 1e3,
     }
 
 

@@ -92,6 +92,10 @@ class Report(msgspec.Struct, kw_only=True):
     topology : list of str
         Of the initiator: each rail's place.
     num_peers : int
+    link_gbps : float, optional
+        Of a rail, where it was given.
+    target_cpus : tuple of int
+        Of the targets of ``--loopback``.
     rows : list of Row
     wrong_pages : int
     model : ModelWork, optional
@@ -113,6 +117,8 @@ class Report(msgspec.Struct, kw_only=True):
     target_rails: list[dict[str, Any]] = []
     topology: list[str] = []
     num_peers: int = 1
+    link_gbps: float | None = None
+    target_cpus: tuple[int, ...] = ()
     rows: list[Row] = []
     wrong_pages: int = 0
     model: ModelWork | None = None

@@ -1,19 +1,18 @@
 """One end of the bench: an engine, memory to give and to take, and its links to the other end or ends.
 
->>> side = Side(engine, workload)
+>>> side = Side(engine, workload, None, 1, HostMemory)
 >>> link = side.link(channel, index=0); side.connect(link, opened)
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from ..engine import Engine
 from ..regions import RemoteRegion
 from ..transfers import MemoryRegion, Peer
 from .channel import Channel
-from .memory import allocate
+from .memory import Memory
 from .opened import describe_rails, shm_names
 from .places import Places, lanes_for
 from .stamps import stamp
@@ -28,13 +27,13 @@ class Link:
 
     Attributes
     ----------
-    sink : ndarray of uint8
+    sink : Memory
         Where we take what comes from there.
     their_seed : int
         Of what they stamp.
     """
 
-    def __init__(self, channel: Channel, sink: NDArray[np.uint8], region: MemoryRegion, their_seed: int) -> None:
+    def __init__(self, channel: Channel, sink: Memory, region: MemoryRegion, their_seed: int) -> None:
         self.channel = channel
         self.sink = sink
         self.sink_region = region
@@ -56,9 +55,20 @@ class Side:
     workload : Workload
     index : int, optional
         Which target this is; None: the initiator.
+    num_targets : int
+        Of the run: both ends of a link must lay out as many iterations as the end with the most links has memory for.
+    make_memory : callable
+        Gives so many bytes.
     """
 
-    def __init__(self, engine: Engine, workload: Workload, index: int | None, num_links: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        workload: Workload,
+        index: int | None,
+        num_targets: int,
+        make_memory: Callable[[int], Memory],
+    ) -> None:
         self.engine = engine
         self.workload = workload
         self.posts = workload.outwards if index is None else workload.inwards
@@ -69,15 +79,16 @@ class Side:
         self.seed = seed_of(workload.seed, index)
         self.links: list[Link] = []
         self._index = index
+        self._make_memory = make_memory
         self._lanes = [
-            lanes_for(case, workload.contiguity, workload.depth, workload.memory_bytes // num_links)
+            lanes_for(case, workload.contiguity, workload.depth, workload.memory_bytes // num_targets)
             for case in workload.cases
         ]
         largest = max(self.places(case).nbytes for case in range(len(workload.cases)))
         # Immediates need some region of the peer to be addressed to, even where no data goes there.
         self._sink_bytes = largest if self.takes else 64
-        self.source = allocate(largest if self.gives else 64)
-        self.source_region = engine.register(self.source)
+        self.source = make_memory(largest if self.gives else 64)
+        self.source_region = self.source.register(engine)
         self._stamped: tuple[int, int] | None = None
 
     def places(self, case: int) -> Places:
@@ -87,9 +98,9 @@ class Side:
 
     def link(self, channel: Channel, index: int) -> Link:
         """Make memory for another end; ``index`` as the target's."""
-        sink = allocate(self._sink_bytes)
+        sink = self._make_memory(self._sink_bytes)
         their_seed = seed_of(self.workload.seed, index if self._index is None else None)
-        link = Link(channel, sink, self.engine.register(sink), their_seed)
+        link = Link(channel, sink, sink.register(self.engine), their_seed)
         self.links.append(link)
         return link
 
@@ -118,12 +129,13 @@ class Side:
             return
         for lane in range(places.lanes):
             stamp(
-                self.source,
+                self.source.array,
                 places.src[lane],
                 page_bytes=places.case.page_bytes,
                 seed=self.seed,
                 iteration=iteration + lane,
             )
+        self.source.push(places.nbytes)
         self._stamped = (case, iteration)
 
 

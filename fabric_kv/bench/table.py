@@ -12,7 +12,7 @@ from typing import Any
 from .results import Report, Row
 from .sizes import size_text
 
-__all__ = ["COLUMNS", "columns", "footer", "header", "line", "messenger_lines"]
+__all__ = ["COLUMNS", "columns", "footer", "header", "line", "messenger_lines", "verdict"]
 
 
 def _percent(value: float | None) -> str:
@@ -85,7 +85,10 @@ def settings(report: Report) -> str:
         "nics": ",".join(fabric.nics) or "auto",
         "rails": len(report.rails) or fabric.rails or "auto",
         "cpus": ",".join(map(str, fabric.cpus)) or "any",
-        "mem": "host",
+        "target_cpus": ",".join(map(str, report.target_cpus)) or "any",
+        "link_gbps": "auto" if report.link_gbps is None else f"{report.link_gbps:g}",
+        "mem": fabric.mem or "host",
+        **({"gpu": fabric.gpu} if fabric.on_gpu else {}),
         "memory": size_text(workload.memory_bytes),
         "verify": "on" if workload.verify else "off",
         "seed": workload.seed,
@@ -149,13 +152,24 @@ def messenger_lines(report: Report) -> str:
         ("hidden share", "-" if figures["hidden_share"] is None else f"{figures['hidden_share'] * 100:.1f} %"),
         ("while writing (GB/s)", f"{figures['gb_per_s_while_writing']:.3f}"),
     ]
-    return "\n".join(f"{name:28}  {value}" for name, value in lines)
+    text = "\n".join(f"{name:28}  {value}" for name, value in lines)
+    if figures["transfer_bound"]:
+        text += (
+            "\n# A layer takes longer to send than to compute: when compute ends more than the last layer is left, and "
+            "the efficiency says nothing about the messenger"
+        )
+    return text
 
 
 def footer(report: Report) -> str:
     """Whether all is right."""
     if report.error is not None:
         return f"# Ended early: {report.error}"
-    if report.workload.verify:
-        return f"# Wrong pages : {report.wrong_pages} {'OK' if not report.wrong_pages else 'FAILED'}"
-    return "# Wrong pages : not looked at (--verify)"
+    return verdict(report.wrong_pages if report.workload.verify else None)
+
+
+def verdict(wrong_pages: int | None) -> str:
+    """How a run ends at all ends; None: nobody looked."""
+    if wrong_pages is None:
+        return "# Wrong pages : not looked at (--verify)"
+    return f"# Wrong pages : {wrong_pages} {'FAILED' if wrong_pages else 'OK'}"

@@ -9,7 +9,7 @@ import contextlib
 
 import msgspec
 
-from ..errors import ConfigError, ProtocolError
+from ..errors import FabricError, ProtocolError
 from .channel import Channel
 from .decode_end import DecodeEnd
 from .initiator import SETUP_S, explain, open_side
@@ -25,7 +25,7 @@ __all__ = ["combine", "serve"]
 _IDLE_S = 600.0
 
 
-def serve(channel: Channel, own: Fabric | None) -> int:
+def serve(channel: Channel, own: Fabric | None) -> int | None:
     """Take part in one run.
 
     Parameters
@@ -37,8 +37,8 @@ def serve(channel: Channel, own: Fabric | None) -> int:
 
     Returns
     -------
-    int
-        Wrong pages in all, at all ends.
+    int, optional
+        Wrong pages in all, at all ends; None if nobody looked.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def serve(channel: Channel, own: Fabric | None) -> int:
             if isinstance(setup, MessengerSetup):
                 decode = DecodeEnd(stack, channel, setup, fabric, peers)
                 return decode.obey()
-            side = open_side(stack, fabric, setup.workload, [channel], setup.index)
+            side = open_side(stack, fabric, setup.workload, [channel], setup.index, setup.num_targets)
             link = side.link(channel, setup.index)
             opened = channel.expect(Opened, SETUP_S)
             side.connect(link, opened)
@@ -70,7 +70,7 @@ def serve(channel: Channel, own: Fabric | None) -> int:
             raise
 
 
-def _obey(side: Side, channel: Channel) -> int:
+def _obey(side: Side, channel: Channel) -> int | None:
     while True:
         message = _next(channel)
         if isinstance(message, Bye):
@@ -94,13 +94,15 @@ def combine(own: Fabric, asked: Fabric) -> Fabric:
 
     Raises
     ------
-    ConfigError
+    FabricError
         If they name different providers.
     """
     if own.provider is not None and asked.provider is not None and own.provider != asked.provider:
-        raise ConfigError(
+        raise FabricError(
             f"the initiator asks for --provider {asked.provider}, and this target was started with --provider "
-            f"{own.provider}"
+            f"{own.provider}",
+            op="open",
+            provider=own.provider,
         )
     rails = own.rails if own.rails is not None or own.nics else asked.rails
-    return msgspec.structs.replace(own, provider=own.provider or asked.provider, rails=rails)
+    return msgspec.structs.replace(own, provider=own.provider or asked.provider, rails=rails, mem=own.mem or asked.mem)

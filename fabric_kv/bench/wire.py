@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAGIC = "fabric-kv-bench"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -69,12 +69,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Setup(msgspec.Struct, frozen=True, tag=True):
     """Initiator to target: what will be measured, and with what unless the target was told otherwise.
 
-    ``index``: which of the targets it is; what they stamp differs from one to the next.
+    ``index``: which of the targets it is; what they stamp differs from one to the next. ``num_targets``: the initiator
+    has to share its memory among so many, and no end may use more places than the other.
     """
 
     workload: Workload
     fabric: Fabric
     index: Annotated[int, Meta(ge=0, lt=1024)]
+    num_targets: Annotated[int, Meta(ge=1, le=1024)]
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -233,9 +235,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """Initiator to target: everything has been measured; ``wrong_pages`` in all."""
+    """Initiator to target: everything has been measured; ``wrong_pages`` in all, None if nobody looked."""
 
-    wrong_pages: _Count
+    wrong_pages: _Count | None
 
 
 Message = (

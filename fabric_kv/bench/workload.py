@@ -17,10 +17,12 @@ from msgspec import Meta
 from ..errors import ConfigError
 from .sizes import size_text
 
-__all__ = ["OPS", "Case", "Fabric", "Op", "Workload"]
+__all__ = ["MEMORIES", "OPS", "Case", "Fabric", "Mem", "Op", "Workload"]
 
 Op = Literal["write", "paged", "imm", "read", "send", "messenger"]
 OPS: tuple[Op, ...] = ("write", "paged", "imm", "read", "send", "messenger")
+Mem = Literal["host", "cuda", "cumem"]
+MEMORIES: tuple[Mem, ...] = ("host", "cuda", "cumem")
 
 MAX_CASE_BYTES = 64 << 30
 MAX_PAGES = 1 << 22
@@ -129,6 +131,10 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     progress : {"adaptive", "spin"}
     cpus : tuple of int
         For the engine's threads; empty: any.
+    mem : {"host", "cuda", "cumem"}, optional
+        Where pages are; ``cuda``: cuMemAlloc, ``cumem``: a DeviceBuffer. None: as the initiator says.
+    gpu : int
+        Which one, for those on a GPU, as the process counts them.
     """
 
     provider: str | None = None
@@ -136,3 +142,10 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     rails: Annotated[int, Meta(ge=1, le=64)] | None = None
     progress: Literal["adaptive", "spin"] = "adaptive"
     cpus: Annotated[tuple[int, ...], Meta(max_length=4096)] = ()
+    mem: Mem | None = None
+    gpu: Annotated[int, Meta(ge=0, lt=1024)] = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether pages are in a GPU's memory."""
+        return self.mem in ("cuda", "cumem")

@@ -46,7 +46,7 @@ py::dict describe_rail(Rail& rail) {
     d["errors"] = stats.errors.get();
     d["imms"] = stats.imms.get();
     d["messages"] = stats.messages.get();
-    d["busy_ns"] = stats.busy_ns.get();
+    d["busy_ns"] = stats.busy.get_ns();
     // Read in this order: what has completed was posted before.
     const auto ended = stats.completions.get() + stats.errors.get();
     d["ops_in_flight"] = std::max(stats.ops.get(), ended) - ended;

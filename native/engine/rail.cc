@@ -59,7 +59,10 @@ Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint
     op->nbytes = nbytes;
     op->posted_ns = now_ns;
     outstanding_bytes += nbytes;
-    if (outstanding_ops++ == 0) busy_since_ns_ = last_progress_ns = now_ns;
+    if (outstanding_ops++ == 0) {
+        last_progress_ns = now_ns;
+        stats.busy.begin(now_ns);
+    }
     return op;
 }
 
@@ -80,7 +83,7 @@ void Rail::free_op(Op* op) {
     op->next_free = free_ops_;
     free_ops_ = op;
     outstanding_bytes -= op->nbytes;
-    if (--outstanding_ops == 0) stats.busy_ns.add(static_cast<std::uint64_t>(now_ns() - busy_since_ns_));
+    if (--outstanding_ops == 0) stats.busy.end(now_ns());
 }
 
 PostResult Rail::post_frame(Op* op) {

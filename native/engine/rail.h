@@ -85,7 +85,6 @@ class Rail {
     std::vector<Op*> unposted_;  // receives that the NIC had no room for
     std::vector<std::byte*> free_frames_;
     Op* free_ops_ = nullptr;
-    std::int64_t busy_since_ns_ = 0;
 };
 
 }  // namespace fkv

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "base/clock.h"
+
 namespace fkv {
 
 // A count with a single writer: a plain load and store is enough and costs no locked instruction.
@@ -16,6 +18,29 @@ class Count {
 
   private:
     std::atomic<std::uint64_t> value_{0};
+};
+
+// How long something has lasted in all, what lasts now included. A single writer. One number, so that a reader never
+// sees half of a change: what has been spent, and while it lasts that less the time at which it began, which is
+// negative. A reader may be ahead of the writer by what that takes from its look at the clock to its store.
+class Stopwatch {
+  public:
+    void begin(std::int64_t now) { add(-now); }
+    void end(std::int64_t now) { add(now); }
+    std::uint64_t get_ns() const {
+        for (;;) {
+            const auto value = value_.load(std::memory_order_acquire);
+            if (value >= 0) return static_cast<std::uint64_t>(value);
+            const auto now = now_ns();
+            // Had it ended before the clock was read, what has passed since would be counted, and later not.
+            if (value_.load(std::memory_order_acquire) == value) return static_cast<std::uint64_t>(value + now);
+        }
+    }
+
+  private:
+    void add(std::int64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_release); }
+
+    std::atomic<std::int64_t> value_{0};
 };
 
 // How long something took: bucket i counts durations below 2^i units (and not below 2^(i-1)).
@@ -35,7 +60,7 @@ class LatencyHistogram {
 
 struct RailStats {
     Count ops, bytes, completions, again, errors, imms, messages;
-    Count busy_ns;                   // with at least one operation in flight
+    Stopwatch busy;                  // with at least one operation in flight
     LatencyHistogram write_latency;  // from post to completion, in us
     LatencyHistogram post_latency;   // of the call that posts a write, in ns; one in kPostSample
 };

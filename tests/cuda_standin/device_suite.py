@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 from fabric_kv import ClosedError, ConfigError, DeviceError, RegistrationError, SharingError
+from fabric_kv.bench.memory import make_memory
+from fabric_kv.bench.stamps import POISON
+from fabric_kv.bench.workload import Fabric, Mem
 from fabric_kv.buffers import locate
 from fabric_kv.memory import BufferServer, DeviceBuffer, Exported, HostBuffer, WatchWord, allocate, import_buffers
 from fabric_kv.memory.buffer import BufferInfo
@@ -45,6 +48,21 @@ def test_any_size_is_whole_pages_and_comes_back(nbytes: int, held: Held) -> None
 def test_what_is_dropped_is_given_back(held: Held) -> None:
     before = held()
     DeviceBuffer.allocate(0, 1000)
+    gc.collect()
+    assert held() == before
+
+
+@pytest.mark.parametrize("mem", ["cuda", "cumem"])
+def test_memory_of_the_bench_is_carried_and_comes_back(mem: Mem, held: Held) -> None:
+    before = held()
+    memory = make_memory(Fabric(mem=mem), 100_001)
+    memory.array[:] = np.arange(100_001) % 251
+    memory.push(50_000)
+    memory.array[:] = 0
+    memory.pull()
+    assert (memory.array[:50_000] == np.arange(50_000) % 251).all()
+    assert (memory.array[50_000:] == POISON).all()
+    del memory
     gc.collect()
     assert held() == before
 

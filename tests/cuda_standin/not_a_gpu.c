@@ -330,6 +330,29 @@ int cuMemSetAccess(uintptr_t at, size_t size, const void* access, size_t n) {
     return mprotect((void*)at, size, PROT_READ | PROT_WRITE) ? INVALID_VALUE : OK;
 }
 
+/* Of the current context's device, and no allocation that others could map. */
+int cuMemAlloc(uintptr_t* out, size_t size) {
+    ENTER;
+    NEEDS_CONTEXT;
+    if (size == 0) return INVALID_VALUE;
+    if (size > (size_t)1 << 40) return OUT_OF_MEMORY;
+    size = (size + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+    const int fd = memfd_create("not_a_gpu", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)size)) return OUT_OF_MEMORY;
+    void* at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return OUT_OF_MEMORY;
+    *out = (uintptr_t)at;
+    return add(mapped, (Range){*out, size, current[depth - 1], rdma_capable, fd});
+}
+int cuMemFree(uintptr_t at) {
+    int rc = enter(__func__);
+    Range range;
+    if (!depth || find(mapped, at, &range, 1, 1)) return INVALID_VALUE;
+    close(range.fd);
+    munmap((void*)at, range.size);
+    return rc;
+}
+
 /* -- questions about addresses ----------------------------------------------------------------------------------------- */
 
 int cuPointerGetAttribute(void* out, int which, uintptr_t at) {
@@ -372,6 +395,12 @@ int cuMemcpyHtoD(uintptr_t to, const void* from, size_t size) {
     ENTER;
     NEEDS_CONTEXT;
     memcpy((void*)to, from, size);
+    return OK;
+}
+/* What was copied from pageable memory is on the device only after this. */
+int cuCtxSynchronize(void) {
+    ENTER;
+    NEEDS_CONTEXT;
     return OK;
 }
 int cuFlushGPUDirectRDMAWrites(int target, int scope) {
@@ -456,7 +485,7 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     do(cuMemGetAllocationGranularity) do(cuMemCreate) do(cuMemRelease) do(cuMemGetAllocationPropertiesFromHandle)       \
     do(cuMemExportToShareableHandle) do(cuMemImportFromShareableHandle) do(cuMemAddressReserve) do(cuMemAddressFree)    \
     do(cuMemMap) do(cuMemUnmap) do(cuMemSetAccess) do(cuPointerGetAttribute) do(cuMemGetAddressRange)                   \
-    do(cuMemGetHandleForAddressRange) do(cuMemcpyDtoH) do(cuMemcpyHtoD) do(cuFlushGPUDirectRDMAWrites)                  \
+    do(cuMemGetHandleForAddressRange) do(cuMemcpyDtoH) do(cuMemcpyHtoD) do(cuMemAlloc) do(cuMemFree) do(cuCtxSynchronize) do(cuFlushGPUDirectRDMAWrites)                  \
     do(cuMemHostRegister) do(cuMemHostUnregister) do(cuMemHostGetDevicePointer) do(cuStreamWriteValue64)    \
     do(cuModuleLoadData) do(cuModuleUnload) do(cuModuleGetFunction) do(cuLaunchKernel)
 

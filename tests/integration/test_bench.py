@@ -103,6 +103,8 @@ PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
     ("provider", "options"),
     [
         ("tcp", ["--op", "paged", *PAGES, "--contiguity", "50", "--batch", "2", "--peers", "3"]),
+        # Memory for one iteration in flight to each of three, but for several to one: both ends must go by the former.
+        ("tcp", ["--op", "paged", *PAGES, "--peers", "3", "--memory", "1M"]),
         ("tcp", ["--op", "write", "-b", "300", "-e", "3M", "-f", "10000", "--bidir", "--rails", "2"]),
         ("tcp", ["--op", "imm", "--batch", "8"]),
         ("tcp", ["--op", "read", "-b", "16K", "--pages", "4", "--bidir"]),
@@ -111,7 +113,7 @@ PAGES = ["-b", "4K", "-e", "16K", "--pages", "32"]
         ("shm", ["--op", "read", "-b", "16K", "--progress", "spin"]),
     ],
     indirect=["provider"],
-    ids=lambda value: value if isinstance(value, str) else value[1],
+    ids=lambda value: value if isinstance(value, str) else value[1] + (" --memory" if "--memory" in value else ""),
 )
 def test_every_operation_is_measured_and_right(
     provider: Provider, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -265,10 +267,13 @@ def test_the_command_that_a_target_prints_works(provider: Provider) -> None:
     port = free_port()
     with started("-p", str(port), "--provider", "tcp", "--op", "write", "-b", "4K", "-n", "20") as target:
         words = initiator_words(target, "127.0.0.1")
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
+        with (
+            socket.create_connection(("127.0.0.1", port)),  # says nothing, and must hold nobody up
+            socket.create_connection(("127.0.0.1", port)) as stranger,
+        ):
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             read_until(target, "Not a run")
-        done = bench(*words)
+            done = bench(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [row[0] for row in rows(done.stdout)] == ["4096"]
         output, errors = target.communicate(timeout=LONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -52,6 +53,58 @@ def test_requests_are_served_and_right(
         assert f"p50 {figures[name]['p50']:.3f}" in captured.out
     clock_error_ms = figures["clock_error_us"] / 1e3
     assert figures["prefill_to_ready_ms"]["avg"] >= figures["compute_ms"] - clock_error_ms
+
+
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 20,
+}
+
+
+@pytest.mark.parametrize("provider", ["tcp"], indirect=True)
+@pytest.mark.parametrize(
+    ("config", "slots_and_pages"),
+    # Of 72 tokens five pages in each layer with full attention; two in one with the window, three slots of states.
+    [(QWEN3_NEXT, {"attention": 1 * 5, "state": 3 * 1}), (GPT_OSS, {"attention": 2 * 5, "sliding": 2 * 2})],
+    ids=["states", "windows"],
+)
+def test_states_and_windows_are_served(
+    provider: Provider,
+    config: dict[str, object],
+    slots_and_pages: dict[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, path = tmp_path / "config.json", tmp_path / "out.json"
+    model.write_text(json.dumps(config))
+    options = ["--model", str(model), "--isl", "72", "--prefill-tp", "2", "--chunk", "16", "--layerwise", "-n", "3"]
+    status = main(["--loopback", "--provider", "tcp", *options, "--verify", "--json", str(path)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.out + captured.err
+    assert "# Wrong pages : 0 OK" in captured.out
+    report = read_report(path)
+    assert report.model
+    assert report.messenger
+    groups = report.model.layout.groups
+    assert {group.name for group in groups} == slots_and_pages.keys()
+    sent = sum(group.page_bytes * slots_and_pages[group.name] for group in groups)
+    assert report.messenger["bytes_per_request"] == sent
 
 
 @pytest.mark.parametrize("provider", ["tcp"], indirect=True)

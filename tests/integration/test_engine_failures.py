@@ -22,6 +22,10 @@ MIB = 1 << 20
 WATCHFUL = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10, "connect_s": 2.0}
 
 
+def rail_busy_ns(node: Node) -> int:
+    return int(node.engine.describe()["groups"][0]["rails"][0]["busy_ns"])
+
+
 @pytest.fixture
 def pair(make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess]) -> tuple[Node, PeerProcess]:
     """Two engines that watch each other, and have exchanged something."""
@@ -103,6 +107,11 @@ def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
     ]
     with pytest.raises(TimeoutError):
         transfers[-1].result(0.1)
+    # What is in flight counts as such while it is, and not only once it has ended.
+    busy_ns = rail_busy_ns(node)
+    deadline = time.monotonic() + LONG
+    while rail_busy_ns(node) <= busy_ns:
+        assert time.monotonic() < deadline
     peer.signal(signal.SIGCONT)
     for transfer in transfers:
         transfer.result(LONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -12,11 +13,11 @@ import pytest
 from fabric_kv.bench.args import parse, peer_command
 from fabric_kv.bench.channel import format_address, parse_address, plain_host
 from fabric_kv.bench.main import main
-from fabric_kv.bench.opened import same_provider
+from fabric_kv.bench.opened import open_engine, same_provider
 from fabric_kv.bench.sizes import parse_size, size_text, sweep
 from fabric_kv.bench.target import combine
 from fabric_kv.bench.workload import OPS, Case, Fabric, Workload
-from fabric_kv.errors import ConfigError
+from fabric_kv.errors import ConfigError, DeviceError, FabricError
 
 RUNNABLE = [op for op in OPS if op != "messenger"]
 
@@ -116,8 +117,8 @@ def test_roles() -> None:
         (["--loopback", "--rails", "0"], "rails"),
         (["--loopback", "--link-gbps", "-1"], "--link-gbps"),
         (["--target-cpus", "1"], "--loopback"),
-        (["--loopback", "--mem", "cuda"], "host memory only"),
-        (["--loopback", "--mem", "cumem"], "host memory only"),
+        (["--loopback", "--gpu", "-1"], "gpu"),
+        (["--loopback", "--json", "-", "--csv", "-"], "both write to stdout"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,8 +151,32 @@ def test_a_target_keeps_what_it_was_told_and_refuses_another_provider() -> None:
     assert combine(Fabric(), asked) == Fabric(provider="tcp", rails=2)
     assert combine(Fabric(nics=("eth1",)), asked) == Fabric(provider="tcp", nics=("eth1",))
     assert combine(Fabric(provider="tcp", rails=1), Fabric()) == Fabric(provider="tcp", rails=1)
-    with pytest.raises(ConfigError, match="this target was started with --provider shm"):
+    with pytest.raises(FabricError, match="this target was started with --provider shm"):
         combine(Fabric(provider="shm"), asked)
+
+
+def test_the_initiator_says_where_pages_are_unless_a_target_knows_better() -> None:
+    assert parse([]).fabric.mem is None
+    assert parse(["--loopback"]).fabric.mem == parse(["host"]).fabric.mem == "host"
+    asked = parse(["host", "--mem", "cumem", "--gpu", "3"]).fabric
+    assert asked.on_gpu
+    assert combine(Fabric(gpu=1), asked) == Fabric(mem="cumem", gpu=1)
+    assert combine(Fabric(mem="host"), asked).mem == "host"
+
+
+@pytest.mark.parametrize("mem", ["cuda", "cumem"])
+def test_without_cuda_it_is_said_what_to_install(
+    mem: Literal["cuda", "cumem"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise DeviceError(
+            "CUDA needs the Python package cuda-bindings. Hint: pip install 'fabric_kv[cuda]'", op="import"
+        )
+
+    monkeypatch.setattr("fabric_kv.bench.memory.load_driver", missing)
+    with pytest.raises(DeviceError, match=f"--mem {mem} finds no GPU .*pip install 'fabric_kv\\[cuda\\]'") as caught:
+        open_engine(Fabric(provider="tcp", mem=mem), "", max_transfers=16)
+    assert caught.value.op == "import"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +209,9 @@ def test_mapped_addresses_lose_their_clothes() -> None:
 
 def test_a_target_prints_what_to_type_at_the_other_end() -> None:
     command = peer_command(
-        ["--op", "write", "--nics", "eth1", "-p", "7", "--cpus=1", "--json", "o.json", "-b", "4K"], "10.0.0.5", 7
+        ["--op", "write", "--nics", "eth1", "-p", "7", "--cpus=1", "--gpu", "2", "--json", "o.json", "-b", "4K"],
+        "10.0.0.5",
+        7,
     )
     assert command == "fabric-kv-bench 10.0.0.5:7 --op write -b 4K"
     run = parse(command.split()[1:])

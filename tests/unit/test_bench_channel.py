@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from fabric_kv.bench.channel import Channel, connect, listen
-from fabric_kv.bench.initiator import exchange_hellos
+from fabric_kv.bench.greeting import exchange_hellos
 from fabric_kv.bench.wire import MAGIC, MAX_FRAME_BYTES, VERSION, Abort, Bye, Go, Hello, Sent, encode
 from fabric_kv.errors import ConfigError, PeerUnreachableError, ProtocolError
 

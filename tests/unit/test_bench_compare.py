@@ -15,10 +15,12 @@ from fabric_kv.bench.compare import compare, differences
 from fabric_kv.bench.files import write_json
 from fabric_kv.bench.floor import Floor, FloorRate, build_floor, pages_of_a_round
 from fabric_kv.bench.main import main
+from fabric_kv.bench.model import ModelWork
 from fabric_kv.bench.plot import plot
 from fabric_kv.bench.results import Report, Row
 from fabric_kv.bench.workload import Case, Fabric, Workload
 from fabric_kv.errors import ConfigError, FabricError
+from fabric_kv.sharding import KVLayout
 
 
 def make_row(page_bytes: int, gb_per_s: float, **changes: object) -> Row:
@@ -55,6 +57,44 @@ def test_sizes_in_both_are_compared_and_the_others_named() -> None:
 
 def test_what_differs_is_settings_and_versions_and_not_the_load() -> None:
     assert differences(make_report(), make_report(depth=8)) == [("depth", 16, 8)]
+
+
+def test_the_floor_is_compared_where_both_have_it() -> None:
+    beside = make_report(make_row(4096, 2.0, floor_gb_per_s=4.0, floor_ratio=0.5))
+    better = make_report(make_row(4096, 3.0, floor_gb_per_s=4.0, floor_ratio=0.75))
+    assert compare(beside, better).splitlines()[-1].split()[-3:] == ["0.50", "0.75", "1.50"]
+    assert "/floor" not in compare(beside, make_report(make_row(4096, 2.0)))
+
+
+def make_requests(efficiency: float | None, p50: float, **changes: object) -> Report:
+    layout = KVLayout.attention(num_layers=2, kv_heads=1, head_dim=4, page_tokens=4, model="small")
+    spread = {"p50": p50, "p99": 2 * p50}
+    figures: dict[str, object] = dict.fromkeys(("prefill_to_ready_ms", "ttft_penalty_ms", "latency_ms"), spread)
+    figures |= {"layer_us": 100.0, "tail_us": 125.0, "hidden_share": 0.5, "gb_per_s_while_writing": 1.0}
+    report = make_report()
+    report.model, report.messenger = ModelWork(layout=layout, isl=8, chunk=8), {**figures, "efficiency": efficiency}
+    for name, value in changes.items():
+        setattr(report, name, value)
+    return report
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    return {line[:30].strip(): line.split()[-3:] for line in text.splitlines() if not line.startswith("#")}
+
+
+def test_requests_are_compared_line_by_line() -> None:
+    text = compare(make_requests(0.8, 2.0), make_requests(0.4, 3.0, num_peers=3, qps=5.0))
+    assert {"# peers: 1 -> 3", "# qps: None -> 5.0"} <= set(text.splitlines())
+    assert cells(text)["TTFT penalty (ms) p50"] == ["2.000", "3.000", "1.50"]
+    assert cells(text)["messenger efficiency"] == ["0.800", "0.400", "0.50"]
+    assert cells(compare(make_requests(None, 1), make_requests(0.4, 1)))["messenger efficiency"] == ["-", "0.400", "-"]
+
+
+def test_requests_and_rows_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="no figure in common"):
+        compare(make_requests(0.8, 2.0), make_report(make_row(4096, 1.0)))
+    with pytest.raises(ConfigError, match="B ended before"):
+        compare(make_requests(0.8, 2.0), make_requests(0.8, 2.0, messenger=None))
 
 
 def test_nothing_in_common_is_refused() -> None:
@@ -107,6 +147,7 @@ def test_pictures_are_refused_before_anything_is_measured(
         (["--loopback", "--provider", "tcp", "--peers", "2"], "one receiver"),
         (["--loopback", "--provider", "tcp", "--bidir"], "one receiver"),
         (["--loopback", "--provider", "tcp", "--rails", "2"], "one rail"),
+        (["--loopback", "--provider", "tcp", "--mem", "cumem"], "drop --mem"),
         (["--loopback", "--provider", "tcp", "--contiguity", "50"], "0 and 100"),
         (["--loopback", "--provider", "tcp", "--progress", "spin"], "scripts/bench"),
     ],

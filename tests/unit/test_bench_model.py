@@ -11,14 +11,24 @@ import pytest
 from fabric_kv import Engine
 from fabric_kv.bench.args import parse
 from fabric_kv.bench.main import main
-from fabric_kv.bench.model import Cache, ModelWork, layer_moves, page_sets
+from fabric_kv.bench.model import NO_PAGE, Cache, ModelWork, layer_moves, page_sets
 from fabric_kv.bench.request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
 from fabric_kv.bench.wire import RequestTimes, Served
+from fabric_kv.bench.workload import Fabric
 from fabric_kv.sharding import PRESETS, KVLayout, layout_from_config, plan_transfer
+from fabric_kv.sharding.layout import Group, Part
 
 DENSE = KVLayout.attention(num_layers=3, kv_heads=4, head_dim=4, page_tokens=4, dtype="float16")
 SCALED = KVLayout.attention(
     num_layers=2, kv_heads=2, head_dim=4, page_tokens=4, dtype="float8_e4m3fn", order="NHD", scale_dtype="float32"
+)
+HYBRID = KVLayout(
+    4,
+    (
+        Group("attention", "attention", (0, 3), 4, (Part("K", 4, 8, "uint8"),)),
+        Group("sliding", "sliding", (1,), 4, (Part("K", 4, 8, "uint8"),), window=4),
+        Group("state", "state", (2,), 0, (Part("conv", 4, 8, "uint8", 3), Part("recurrent", 8, 4, "float32", 5))),
+    ),
 )
 
 
@@ -32,7 +42,7 @@ class NoEngine:
 def make_cache(work: ModelWork, *, prefills: bool) -> Cache:
     engine: Any = NoEngine()
     assert hasattr(Engine, "register")
-    return Cache(engine, work, prefills=prefills)
+    return Cache(engine, work, Fabric(), prefills=prefills)
 
 
 def copy_rows(src: np.ndarray, dst: np.ndarray, write: Any) -> None:
@@ -57,7 +67,7 @@ def send(work: ModelWork, source: Cache, sink: Cache) -> None:
                     )
 
 
-@pytest.mark.parametrize("layout", [DENSE, SCALED], ids=["dense", "scaled"])
+@pytest.mark.parametrize("layout", [DENSE, SCALED, HYBRID], ids=["dense", "scaled", "hybrid"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 8)])
 def test_right_pages_are_right_and_others_wrong(layout: KVLayout, prefill_tp: int, decode_tp: int) -> None:
     work = ModelWork(layout=layout, prefill_tp=prefill_tp, decode_tp=decode_tp, isl=10, chunk=10)
@@ -69,7 +79,7 @@ def test_right_pages_are_right_and_others_wrong(layout: KVLayout, prefill_tp: in
     stale = sink.count_wrong(2, work.slots)
     assert stale == sink.count_wrong(0, work.slots) > 0
     first_page = sink.pages[0][0][0]
-    layer = sink.spec.memory[-1].layers[-1].parts[0]
+    layer = next(layer for layer in sink.spec.memory[-1].layers if layer.group == 0).parts[0]
     sink.regions[-1][0][layer.offset + first_page * layer.page_stride] ^= 1
     assert sink.count_wrong(1, work.slots) == 1
     assert sink.count_wrong(1, 0) == 0
@@ -87,8 +97,20 @@ def test_page_sets_are_known_to_both_ends_and_share_no_page() -> None:
     assert work.chunks() == [(0, 4), (4, 8), (8, 10)]
 
 
+def test_only_what_decode_looks_at_exists() -> None:
+    work = ModelWork(layout=HYBRID, isl=10, chunk=4, slots=2)
+    attention, sliding, state = HYBRID.groups
+    # The next query, at position 10, sees positions 7 to 10: the page of tokens 4 to 7 and what follows.
+    assert [work.sent(group) for group in (attention, sliding, state)] == [range(3), range(1, 3), range(1)]
+    (first, second) = page_sets(work, prefills=True)
+    assert first[1][0] == second[1][0] == NO_PAGE
+    assert sorted([*first[1][1:], *second[1][1:]]) == [0, 1, 2, 3]
+    assert sorted([*first[2], *second[2]]) == [0, 1]
+    assert [rank.num_pages for rank in work.spec(1).memory] == [(6, 4, 2)]
+
+
 def test_the_size_of_a_cache_is_that_of_its_regions() -> None:
-    for layout, tp_size in itertools.product((DENSE, SCALED), (1, 2, 4)):
+    for layout, tp_size in itertools.product((DENSE, SCALED, HYBRID), (1, 2, 4)):
         work = ModelWork(layout=layout, isl=10, chunk=10)
         regions = [nbytes for rank in work.spec(tp_size).memory for nbytes in rank.region_bytes]
         assert work.cache_bytes(tp_size) == sum(regions)
@@ -113,6 +135,14 @@ def test_arrivals_are_a_poisson_process_dealt_out_in_turn() -> None:
     assert arrivals == poisson_arrivals(100.0, 1000, 3, seed=1)
 
 
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_model_that_is_known_can_be_served(name: str) -> None:
+    model = parse(["--loopback", "--model", name, "--prefill-tp", "2", "--isl", "300", "--chunk", "128"]).model
+    assert model
+    assert all(model.sent(group) for group in model.layout.groups)
+    assert sum(move.nbytes for move in layer_moves(model, plan_transfer(model.spec(2), model.spec(1)))) > 0
+
+
 def test_the_command_line_of_the_issue() -> None:
     words = ["--model", "qwen3-235b", "--prefill-tp", "4", "--decode-tp", "4", "--isl", "16384", "--chunk", "4096"]
     run = parse(["--loopback", *words, "--layerwise", "--compute-ms-per-layer", "1.5", "--qps", "2", "--decoders", "3"])
@@ -128,7 +158,6 @@ def test_the_command_line_of_the_issue() -> None:
         (["--op", "write", "--isl", "64"], "--isl is for --op messenger"),
         (["--op", "paged", "--layerwise"], "--layerwise is for"),
         (["--model", "nosuch"], "neither a file nor"),
-        (["--model", "gpt-oss-20b"], "sliding"),
         (["--model", "qwen3-8b", "-b", "4K"], "--begin does not apply"),
         (["--model", "qwen3-8b", "--bidir"], "--bidir does not apply"),
         (["--model", "qwen3-8b", "--floor"], "--floor does not apply"),

@@ -104,10 +104,12 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         read_report(tmp_path / "none.json")
 
 
-def test_csv_has_a_line_for_each_row(tmp_path: Path) -> None:
+def test_csv_has_a_line_for_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.csv"
     report = make_report()
     write_csv(report, path)
+    write_csv(report, Path("-"))
+    assert capsys.readouterr().out.splitlines() == path.read_text().splitlines()
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 1

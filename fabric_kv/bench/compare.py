@@ -23,7 +23,7 @@ _OF_REQUESTS = (
     ("prefill begun to ready (ms)", "prefill_to_ready_ms", ("p50", "p99")),
     ("TTFT penalty (ms)", "ttft_penalty_ms", ("p50", "p99")),
     ("arrival to ready (ms)", "latency_ms", ("p50", "p99")),
-    ("per-layer transfer (us)", "layer_us", ()),
+    ("transfer without the messenger (us)", "bare_us", ()),
     ("last layer to ready (us)", "tail_us", ()),
     ("messenger efficiency", "efficiency", ()),
     ("hidden share", "hidden_share", ()),

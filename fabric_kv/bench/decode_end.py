@@ -19,13 +19,13 @@ from ..errors import PeerUnreachableError, ProtocolError
 from ..messenger import DecodeMessenger, PrefillPeer, Request, RequestHandle
 from ..sharding import plan_transfer
 from .channel import Channel
-from .model import Cache, LayerMove, layer_moves
+from .model import Cache, RankMove, bare_moves
 from .opened import describe_rails, open_engine, shm_names
 from .wire import (
+    BareAsk,
+    BareReady,
     Bye,
     Clock,
-    LayerAsk,
-    LayerReady,
     MessengerSetup,
     Opened,
     Regions,
@@ -86,7 +86,7 @@ class DecodeEnd:
         stack.callback(decode.close, drain_s=0.0)
         self._decode = decode
         self._peer: PrefillPeer = decode.connect(opened.address)
-        self._moves: list[LayerMove] = layer_moves(
+        self._moves: list[RankMove] = bare_moves(
             work, plan_transfer(work.spec(work.prefill_tp), work.spec(work.decode_tp))
         )
 
@@ -98,21 +98,21 @@ class DecodeEnd:
                 return message.wrong_pages
             if isinstance(message, Clock):
                 self._channel.send(Clock(time.monotonic_ns()))
-            elif isinstance(message, LayerAsk):
-                self._take_layer()
+            elif isinstance(message, BareAsk):
+                self._take_bare()
             elif isinstance(message, RequestsAsk):
                 self._request(message)
             else:
                 raise ProtocolError(f"{self._channel.who} sent {type(message).__name__} to a decode side")
 
-    def _take_layer(self) -> None:
+    def _take_bare(self) -> None:
         with contextlib.ExitStack() as stack:
             unit_bytes = self._peer.plan.unit_bytes
             counters = [
                 stack.enter_context(self._engine.counter(unit_bytes=unit_bytes, expected_units=move.units))
                 for move in self._moves
             ]
-            self._channel.send(LayerReady([counter.token for counter in counters]))
+            self._channel.send(BareReady([counter.token for counter in counters]))
             for counter in counters:
                 counter.result(self._work.timeout_s)
             self._channel.send(Clock(time.monotonic_ns()))

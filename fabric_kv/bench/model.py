@@ -10,6 +10,7 @@ shards is seen as well as late data.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
@@ -28,7 +29,7 @@ from .memory import make_memory
 from .stamps import page_words
 from .workload import Fabric
 
-__all__ = ["Cache", "LayerMove", "ModelWork", "layer_moves", "page_sets"]
+__all__ = ["Cache", "ModelWork", "RankMove", "bare_moves", "page_sets"]
 
 _Tp = Annotated[int, Meta(ge=1, le=64)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -204,7 +205,7 @@ class Cache:
                     yield _Cell(layer.group, number, part, begin, view)
 
 
-class LayerMove(NamedTuple):
+class RankMove(NamedTuple):
     """What the last layer of the last chunk of a request brings to one decode rank."""
 
     dst_rank: int
@@ -213,22 +214,29 @@ class LayerMove(NamedTuple):
     writes: list[tuple[int, PageWrite]]  # source rank, what it writes
 
 
-def layer_moves(work: ModelWork, plan: TransferPlan) -> list[LayerMove]:
-    """Of the first page set; both ends work it out alike."""
+def bare_moves(work: ModelWork, plan: TransferPlan) -> list[RankMove]:
+    """What the messenger is held against, of the first page set: the last layer of the last chunk, which is all that
+    remains when compute ends; where nothing is computed, the whole request. Both ends work it out alike.
+    """  # noqa: D205
     src, dst = (page_sets(work, prefills=prefills)[0] for prefills in (True, False))
-    layer = max(layer for group in work.layout.groups for layer in group.layers)
-    begin, end = work.chunks()[-1]
+    layers = sorted({layer for group in work.layout.groups for layer in group.layers})
+    chunks = work.chunks()
+    if work.compute_ms > 0:
+        layers, chunks = layers[-1:], chunks[-1:]
+    maps = [
+        [plan.page_map(group, begin, end, final=end == work.isl, num_tokens=work.isl) for group in range(len(src))]
+        for begin, end in chunks
+    ]
     moves = []
     for dst_rank in range(work.decode_tp):
         writes, units, nbytes = [], 0, 0
-        for group in plan.groups_of_layer(layer):
-            page_map = plan.page_map(group, begin, end, final=True, num_tokens=work.isl)
-            for src_rank in range(work.prefill_tp):
-                for write in plan.writes(src_rank, dst_rank, layer, page_map, src[group], dst[group], source_set=0):
+        for chunk, layer, src_rank in itertools.product(maps, layers, range(work.prefill_tp)):
+            for group in plan.groups_of_layer(layer):
+                for write in plan.writes(src_rank, dst_rank, layer, chunk[group], src[group], dst[group], source_set=0):
                     writes.append((src_rank, write))
                     count = len(write.src_pages) * write.rows
                     units += count * -(-write.nbytes // plan.unit_bytes)
                     nbytes += count * write.nbytes
         if units:
-            moves.append(LayerMove(dst_rank, units, nbytes, writes))
+            moves.append(RankMove(dst_rank, units, nbytes, writes))
     return moves

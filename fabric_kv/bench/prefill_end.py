@@ -22,10 +22,10 @@ from .channel import Channel
 from .decode_end import CANCEL_S, make_opened
 from .greeting import exchange_hellos
 from .initiator import part
-from .model import Cache, ModelWork, layer_moves
+from .model import Cache, ModelWork, bare_moves
 from .opened import describe_rails, open_engine, remove_shm_names
 from .request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
-from .wire import Clock, LayerAsk, LayerReady, MessengerSetup, Opened, Regions, RequestsAsk, Served
+from .wire import BareAsk, BareReady, Clock, MessengerSetup, Opened, Regions, RequestsAsk, Served
 from .workload import Fabric
 
 __all__ = ["PrefillEnd"]
@@ -33,7 +33,7 @@ __all__ = ["PrefillEnd"]
 _SETUP_S = 60.0
 _TICK_S = 0.05
 _PINGS = 32
-_LAYER_ROUNDS = 9
+_BARE_ROUNDS = 9
 CHECKED_ASKS = 2
 
 
@@ -119,7 +119,7 @@ class PrefillEnd:
         Returns
         -------
         dict
-            Figures by name; times in ms, but for ``layer_us`` and ``tail_us``.
+            Figures by name; times in ms, but for those that end in ``_us``.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class PrefillEnd:
         work = self._work
         if warmup:
             self._serve("warm", warmup, None, 0, check=False)
-        layer_ns = [self._time_layer(decoder) for _ in range(_LAYER_ROUNDS) for decoder in self._decoders]
+        bare_ns = [self._time_bare(decoder) for _ in range(_BARE_ROUNDS) for decoder in self._decoders]
         arrivals = poisson_arrivals(qps, work.requests, len(self._decoders), work.seed) if qps else None
         before = self._counted()
         start_ns = time.monotonic_ns()
@@ -139,11 +139,11 @@ class PrefillEnd:
         wrong = sum(answer.wrong_pages for answer in served)
         figures = request_figures(
             work,
-            sum(move.nbytes for move in layer_moves(work, self._plan)),
+            sum(move.nbytes for move in bare_moves(work, self._plan)),
             served,
             [decoder.offset_ns for decoder in self._decoders],
             self._times,
-            layer_ns,
+            bare_ns,
         )
         timed = [times for name, times in self._times.items() if name.startswith("timed-")]
         figures["hidden_share"] = hidden_share(timed, after[2])
@@ -202,14 +202,14 @@ class PrefillEnd:
             for decoder in self._decoders:
                 remove_shm_names(decoder.opened.shm_names)
 
-    # -- one layer, without the messenger ------------------------------------------------------------------------------
+    # -- the same pages, without the messenger -------------------------------------------------------------------------
 
-    def _time_layer(self, decoder: _Decoder) -> int:
+    def _time_bare(self, decoder: _Decoder) -> int:
         """Nanoseconds from submission until the decode side's counters have fired."""
         work = self._work
-        decoder.channel.send(LayerAsk())
-        moves = layer_moves(work, self._plan)
-        tokens = decoder.channel.expect(LayerReady, work.timeout_s).tokens
+        decoder.channel.send(BareAsk())
+        moves = bare_moves(work, self._plan)
+        tokens = decoder.channel.expect(BareReady, work.timeout_s).tokens
         if len(tokens) != len(moves):
             raise ProtocolError(f"{decoder.channel.who} sent {len(tokens)} counters for {len(moves)} ranks")
         parts = []
@@ -298,7 +298,7 @@ class PrefillEnd:
         layers, chunks = work.layout.num_layers, work.chunks()
         busy_before, started = self._counted()[2], time.monotonic_ns()
         clock = time.monotonic()
-        last_layer = started
+        first_layer = last_layer = started
         if work.layerwise:
             for begin, end in chunks:
                 final = end == work.isl
@@ -306,6 +306,8 @@ class PrefillEnd:
                 for layer in range(layers):
                     clock = _compute(clock, work.compute_ms)
                     last_layer = time.monotonic_ns()
+                    if begin == 0 and layer == 0:
+                        first_layer = last_layer
                     self._messenger.layer_done(step, layer)
             busy_at_end = self._counted()[2]
         else:
@@ -315,7 +317,7 @@ class PrefillEnd:
             for layer in range(layers):
                 self._messenger.layer_done(step, layer)
         self._messenger.finish(request.key)
-        self._times[request.key.request_id] = PrefillTimes(started, last_layer, busy_before, busy_at_end)
+        self._times[request.key.request_id] = PrefillTimes(started, first_layer, last_layer, busy_before, busy_at_end)
 
     def _slot(self) -> int:
         """A page set that no write reads any more."""

@@ -1,6 +1,6 @@
 """What requests have waited for: from the times that both ends have seen to the figures that are printed.
 
->>> request_figures(work, layer_bytes, served, offsets_ns, times, layer_ns)["efficiency"]
+>>> request_figures(work, bare_bytes, served, offsets_ns, times, bare_ns)["efficiency"]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class PrefillTimes(NamedTuple):
     """Of a request, on our clock, in ns; and how long its writes kept NICs busy."""
 
     started: int
+    first_layer: int  # before layer_done of the first layer of the first chunk
     last_layer: int  # before layer_done of the last layer of the last chunk
     busy_before: int
     busy_at_end: int  # when compute ended
@@ -28,55 +29,57 @@ class PrefillTimes(NamedTuple):
 
 def request_figures(
     work: ModelWork,
-    layer_bytes: int,
+    bare_bytes: int,
     served: Sequence[Served],
     offsets_ns: Sequence[int],
     times: Mapping[str, PrefillTimes],
-    layer_ns: Sequence[int],
+    bare_ns: Sequence[int],
 ) -> dict[str, Any]:
     """Put both ends' times together.
 
     Parameters
     ----------
     work : ModelWork
-    layer_bytes : int
-        Of the last layer of a request's last chunk.
+    bare_bytes : int
+        Of what was timed without the messenger; see ``bare_moves``.
     served : sequence of Served
         Of each decode side.
     offsets_ns : sequence of int
         Its clock less ours.
     times : mapping of request id to PrefillTimes
-    layer_ns : sequence of int
-        What that layer takes without the messenger.
+    bare_ns : sequence of int
+        What that takes.
 
     Returns
     -------
     dict
-        See docs/bench.md; times in ms, but for ``layer_us`` and ``tail_us``.
+        See docs/bench.md; times in ms, but for those that end in ``_us``.
     """
-    tails, latencies, waits, ttfts = [], [], [], []
+    tails, wholes, latencies, waits, ttfts = [], [], [], [], []
     for offset_ns, answer in zip(offsets_ns, served, strict=True):
         for theirs in answer.requests:
             ours = times[theirs.request_id]
             ready = theirs.ready_ns - offset_ns
             tails.append((ready - ours.last_layer) / 1e3)
+            wholes.append((ready - ours.first_layer) / 1e3)
             latencies.append((theirs.ready_ns - theirs.arrived_ns) / 1e6)
             waits.append((theirs.submitted_ns - theirs.arrived_ns) / 1e6)
             ttfts.append((ready - ours.started) / 1e6)
     compute_ms = work.compute_ms * work.layout.num_layers * len(work.chunks())
-    layer_us, tail_us = statistics.median(layer_ns) / 1e3, statistics.median(tails)
+    bare_us, tail_us = statistics.median(bare_ns) / 1e3, statistics.median(tails)
+    waited_us = tail_us if work.compute_ms > 0 else statistics.median(wholes)
     return {
         "compute_ms": compute_ms,
         "prefill_to_ready_ms": _spread(ttfts),
         "ttft_penalty_ms": _spread([tail / 1e3 for tail in tails]),
         "latency_ms": _spread(latencies),
         "queued_ms": _spread(waits),
-        "layer_bytes": layer_bytes,
-        "layer_us": layer_us,
-        "layer_gb_per_s": layer_bytes / layer_us / 1e3,
+        "bare_bytes": bare_bytes,
+        "bare_us": bare_us,
+        "bare_gb_per_s": bare_bytes / bare_us / 1e3,
         "tail_us": tail_us,
-        "efficiency": layer_us / tail_us if work.layerwise else None,
-        "transfer_bound": work.layerwise and layer_us > work.compute_ms * 1e3,
+        "efficiency": bare_us / waited_us if work.layerwise else None,
+        "transfer_bound": work.layerwise and 0 < work.compute_ms * 1e3 < bare_us,
     }
 
 

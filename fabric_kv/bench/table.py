@@ -144,8 +144,8 @@ def messenger_lines(report: Report) -> str:
         ("arrival to ready (ms)", spread("latency_ms")),
         ("  of that queued here (ms)", spread("queued_ms")),
         (
-            "per-layer transfer",
-            f"{figures['layer_bytes']} bytes in {figures['layer_us']:.1f} us, {figures['layer_gb_per_s']:.3f} GB/s",
+            "per-layer transfer" if model.compute_ms > 0 else "whole transfer",
+            f"{figures['bare_bytes']} bytes in {figures['bare_us']:.1f} us, {figures['bare_gb_per_s']:.3f} GB/s",
         ),
         ("last layer to ready (us)", f"p50 {figures['tail_us']:.1f}"),
         ("messenger efficiency", _ratio(figures["efficiency"])),

@@ -4,7 +4,7 @@
 
 An exchange: Hello ↔ Hello, Setup → Opened ↔ Opened, then for each phase Phase → Ready → Go (→ Sent, in either
 direction, if only the clock says how much there will be) → Finished; at the end Bye. Abort may come at any time.
-With the messenger: MessengerSetup → Opened ↔ Opened, Regions, then Clock ↔ Clock, LayerAsk → LayerReady → Clock, and
+With the messenger: MessengerSetup → Opened ↔ Opened, Regions, then Clock ↔ Clock, BareAsk → BareReady → Clock, and
 RequestsAsk → Served as often as the initiator likes; at the end Bye.
 """
 
@@ -26,14 +26,14 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "VERSION",
     "Abort",
+    "BareAsk",
+    "BareReady",
     "Bye",
     "Clock",
     "Finished",
     "FlowFigures",
     "Go",
     "Hello",
-    "LayerAsk",
-    "LayerReady",
     "Message",
     "MessengerSetup",
     "Opened",
@@ -137,11 +137,11 @@ class Clock(msgspec.Struct, frozen=True, tag=True):
     ns: int
 
 
-class LayerAsk(msgspec.Struct, frozen=True, tag=True):
+class BareAsk(msgspec.Struct, frozen=True, tag=True):
     """Initiator to target: take one layer, as a plain paged write."""
 
 
-class LayerReady(msgspec.Struct, frozen=True, tag=True):
+class BareReady(msgspec.Struct, frozen=True, tag=True):
     """Target to initiator: the counters of its ranks."""
 
     tokens: Annotated[list[CounterToken], Meta(max_length=64)]
@@ -254,8 +254,8 @@ Message = (
     | MessengerSetup
     | Regions
     | Clock
-    | LayerAsk
-    | LayerReady
+    | BareAsk
+    | BareReady
     | RequestsAsk
     | Served
 )

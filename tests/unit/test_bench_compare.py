@@ -70,7 +70,7 @@ def make_requests(efficiency: float | None, p50: float, **changes: object) -> Re
     layout = KVLayout.attention(num_layers=2, kv_heads=1, head_dim=4, page_tokens=4, model="small")
     spread = {"p50": p50, "p99": 2 * p50}
     figures: dict[str, object] = dict.fromkeys(("prefill_to_ready_ms", "ttft_penalty_ms", "latency_ms"), spread)
-    figures |= {"layer_us": 100.0, "tail_us": 125.0, "hidden_share": 0.5, "gb_per_s_while_writing": 1.0}
+    figures |= {"bare_us": 100.0, "tail_us": 125.0, "hidden_share": 0.5, "gb_per_s_while_writing": 1.0}
     report = make_report()
     report.model, report.messenger = ModelWork(layout=layout, isl=8, chunk=8), {**figures, "efficiency": efficiency}
     for name, value in changes.items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fabric_kv import Engine
 from fabric_kv.bench.args import parse
 from fabric_kv.bench.main import main
-from fabric_kv.bench.model import NO_PAGE, Cache, ModelWork, layer_moves, page_sets
+from fabric_kv.bench.model import NO_PAGE, Cache, ModelWork, bare_moves, page_sets
 from fabric_kv.bench.request_figures import PrefillTimes, hidden_share, poisson_arrivals, request_figures
 from fabric_kv.bench.wire import RequestTimes, Served
 from fabric_kv.bench.workload import Fabric
@@ -116,12 +117,13 @@ def test_the_size_of_a_cache_is_that_of_its_regions() -> None:
         assert work.cache_bytes(tp_size) == sum(regions)
 
 
-def test_the_last_layer_of_the_last_chunk_is_what_remains() -> None:
-    work = ModelWork(layout=DENSE, prefill_tp=2, decode_tp=4, isl=10, chunk=4)
-    moves = layer_moves(work, plan_transfer(work.spec(2), work.spec(4)))
+@pytest.mark.parametrize(("compute_ms", "pages"), [(1.0, 1), (0.0, 3 * 3)], ids=["the last layer", "all of it"])
+def test_the_messenger_is_held_against_what_remains_when_compute_ends(compute_ms: float, pages: int) -> None:
+    work = ModelWork(layout=DENSE, prefill_tp=2, decode_tp=4, isl=10, chunk=4, compute_ms=compute_ms)
+    moves = bare_moves(work, plan_transfer(work.spec(2), work.spec(4)))
     assert [move.dst_rank for move in moves] == [0, 1, 2, 3]
     # Tokens 8 and 9 are in the third page, which is sent whole: K and V of a head each, 4 tokens of 4 half floats.
-    assert [move.nbytes for move in moves] == [2 * 4 * 4 * 2] * 4
+    assert [move.nbytes for move in moves] == [pages * 2 * 4 * 4 * 2] * 4
 
 
 def test_arrivals_are_a_poisson_process_dealt_out_in_turn() -> None:
@@ -140,7 +142,7 @@ def test_every_model_that_is_known_can_be_served(name: str) -> None:
     model = parse(["--loopback", "--model", name, "--prefill-tp", "2", "--isl", "300", "--chunk", "128"]).model
     assert model
     assert all(model.sent(group) for group in model.layout.groups)
-    assert sum(move.nbytes for move in layer_moves(model, plan_transfer(model.spec(2), model.spec(1)))) > 0
+    assert sum(move.nbytes for move in bare_moves(model, plan_transfer(model.spec(2), model.spec(1)))) > 0
 
 
 def test_the_command_line_of_the_issue() -> None:
@@ -176,7 +178,11 @@ def test_requests_that_cannot_be_are_refused(options: list[str], why: str, capsy
 
 def test_times_of_both_ends_are_put_together() -> None:
     work = ModelWork(layout=DENSE, isl=8, chunk=4, layerwise=True, compute_ms=2.0)
-    times = {"timed-0.0": PrefillTimes(started=1_000_000, last_layer=9_000_000, busy_before=0, busy_at_end=0)}
+    times = {
+        "timed-0.0": PrefillTimes(
+            started=1_000_000, first_layer=3_000_000, last_layer=9_000_000, busy_before=0, busy_at_end=0
+        )
+    }
     served = [Served([RequestTimes("timed-0.0", 500_000, 700_000, 10_000_000)], 0)]
     figures = request_figures(work, 4096, served, [-500_000], times, [300_000, 750_000, 900_000])
     assert figures["tail_us"] == 1500.0  # their clock is half a millisecond behind
@@ -186,9 +192,13 @@ def test_times_of_both_ends_are_put_together() -> None:
     assert figures["queued_ms"]["p99"] == pytest.approx(0.2)
     assert figures["efficiency"] == 0.5
     assert figures["compute_ms"] == 12.0
+    idle = msgspec.structs.replace(work, compute_ms=0.0)
+    figures = request_figures(idle, 4096, served, [-500_000], times, [3_000_000, 3_750_000, 9_000_000])
+    assert figures["efficiency"] == 0.5  # from the first layer on, since all are sent at once
+    assert not figures["transfer_bound"]
 
 
 def test_the_hidden_share_is_what_was_written_while_something_computed() -> None:
-    times = [PrefillTimes(0, 0, busy_before=100, busy_at_end=130), PrefillTimes(0, 0, busy_before=140, busy_at_end=190)]
+    times = [PrefillTimes(0, 0, 0, busy_before=100, busy_at_end=130), PrefillTimes(0, 0, 0, 140, 190)]
     assert hidden_share(times, 200) == pytest.approx((30 + 50) / 100)
     assert hidden_share(times[:1], 100) is None

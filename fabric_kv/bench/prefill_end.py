@@ -33,7 +33,7 @@ __all__ = ["PrefillEnd"]
 _SETUP_S = 60.0
 _TICK_S = 0.05
 _PINGS = 32
-_BARE_ROUNDS = 9
+_BARE_ROUNDS = 5  # before the requests, and after
 CHECKED_ASKS = 2
 
 
@@ -129,13 +129,14 @@ class PrefillEnd:
         work = self._work
         if warmup:
             self._serve("warm", warmup, None, 0, check=False)
-        bare_ns = [self._time_bare(decoder) for _ in range(_BARE_ROUNDS) for decoder in self._decoders]
+        bare_ns = self._time_bare_rounds()
         arrivals = poisson_arrivals(qps, work.requests, len(self._decoders), work.seed) if qps else None
         before = self._counted()
         start_ns = time.monotonic_ns()
         served = self._serve("timed", work.requests, arrivals, 0, check=verify, on_progress=on_progress)
         elapsed_s = (time.monotonic_ns() - start_ns) / 1e9
         after = self._counted()
+        bare_ns += self._time_bare_rounds()  # on either side of the requests, lest the machine drifts
         wrong = sum(answer.wrong_pages for answer in served)
         figures = request_figures(
             work,
@@ -203,6 +204,9 @@ class PrefillEnd:
                 remove_shm_names(decoder.opened.shm_names)
 
     # -- the same pages, without the messenger -------------------------------------------------------------------------
+
+    def _time_bare_rounds(self) -> list[int]:
+        return [self._time_bare(decoder) for _ in range(_BARE_ROUNDS) for decoder in self._decoders]
 
     def _time_bare(self, decoder: _Decoder) -> int:
         """Nanoseconds from submission until the decode side's counters have fired."""

@@ -99,7 +99,8 @@ PYBIND11_MODULE(_native, m) {
                 throw Error(ErrorKind::kConfig, "a watch's word must be aligned to 8 bytes");
             return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address), is_polled);
         }))
-        .def_property_readonly("word", &Watch::word);
+        .def_property_readonly("word", &Watch::word)
+        .def("set", &Watch::set);  // without an engine: its caller may be a process that has none
     py::class_<Engine::Prepared, std::shared_ptr<Engine::Prepared>>(m, "Prepared")
         .def(py::init([](const std::shared_ptr<Peer>& peer, const py::list& pieces) {
             return std::make_shared<Engine::Prepared>(to_prepared(peer, pieces));

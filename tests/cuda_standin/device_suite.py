@@ -210,6 +210,7 @@ def test_a_stream_and_a_kernel_write_a_watchs_word(held: Held) -> None:
     with WatchWord(0) as word:
         array = word.array
         assert array.tolist() == [0]
+        assert locate(word.buffer).address == array.ctypes.data
         word.set_step(7)
         word.bump()
         word.bump(layers=2)

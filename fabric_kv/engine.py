@@ -32,7 +32,7 @@ from .memory.buffer import SharedBuffer
 from .memory.staging import stage_pieces
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
-from .registry import Registry, to_remote
+from .registry import Registry
 from .submission import PageList, check_deadline, check_token, encode_pieces
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
@@ -760,7 +760,7 @@ class Engine:
         region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
-        return to_remote(self._native.share_region(region._native, peer._native))
+        return self._registry.share(region, peer)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         if not 0 <= expected_units < 2**57:

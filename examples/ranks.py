@@ -31,8 +31,8 @@ from fabric_kv.memory import BufferServer, HostBuffer, WatchWord, import_buffers
 
 PAGE_TOKENS = 16
 NUM_PAGES = 256
-ANSWER_S = 120.0  # for a process to start, or to answer
-END_S = 20.0  # for it to end by itself
+ANSWER_S = 240.0  # for a process to start, or to answer; one that dies is noticed at once
+END_S = 60.0  # for it to end by itself
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 
 from .weights import F32
 
-SILENT_S = 60.0  # a rank that is stopped must not hold the others for ever
+SILENT_S = 120.0  # a rank that is stopped must not hold the others for ever
 
 
 class RankLostError(ConnectionError):

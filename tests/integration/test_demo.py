@@ -17,7 +17,7 @@ from typing import Self
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = 300.0
+LONG = 500.0
 SHORT = ["--max-new-tokens", "8", "--chunk-tokens", "90"]
 
 pytestmark = pytest.mark.skipif(

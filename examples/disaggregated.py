@@ -1,4 +1,4 @@
-"""Prefills a real language model in one process and decodes it in another, page by page over libfabric.
+"""Prefills a real language model on one side and decodes it on another, page by page over libfabric.
 
 >>> scripts/demo                                    # prefill TP 3 -> decode TP 1 over tcp
 >>> scripts/demo --prefill-tp 1 --decode-tp 3 --provider shm --prompt "Why is the sky blue?"
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     buffer = shared(checkpoint.weights.arrays())
     del checkpoint
     with (
-        BufferServer(weights_path, {"weights": buffer}, label="the demo"),
+        BufferServer(weights_path, {"weights": buffer}, label="the demo", timeout_s=ANSWER_S),
         child("prefill", serve, options) as (prefill_pid, pipe),
         DecodeNode(options) as node,
     ):

@@ -113,8 +113,8 @@ def run(
     before, started = rail_figures(engine), time.monotonic()
     try:
         for begin, end in chunk_ranges(num_tokens, options.chunk_tokens):
-            if not scheduler.ends.empty():  # decode has given it up, or is gone
-                raise scheduler.ends.get()
+            if not scheduler.ends.empty() and (early := scheduler.ends.get()) is not None:
+                raise early  # decode has given it up, or is gone
             chunk = Chunk(request.key, begin, end, [pages], final=end == num_tokens)
             step = messenger.begin_step([chunk], watch=watch)
             hidden, last_layer_s = ranks.forward(step, request.tokens[begin:end], begin, pages)
@@ -124,8 +124,8 @@ def run(
         raise
     computed, busy_at_end_ns = time.monotonic(), rail_figures(engine)["busy_ns"]
     messenger.finish(request.key, {"hidden": hidden})
-    if (error := scheduler.ends.get()) is not None:
-        raise error
+    if (failure := scheduler.ends.get()) is not None:
+        raise failure
     after = rail_figures(engine)
     return {
         "checksums": ranks.checksums(pages, num_tokens),

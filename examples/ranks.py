@@ -72,7 +72,9 @@ class _Rank:
     def __init__(self, model: Llama, group: RankGroup, cache: PagedCache, word: WatchWord) -> None:
         self._model, self._group, self._cache, self._word = model, group, cache, word
 
-    def forward(self, step: int, tokens: Sequence[int], start: int, pages: Pages) -> tuple[F32, float]:
+    def forward(
+        self, step: int, tokens: Sequence[int] | NDArray[np.int64], start: int, pages: Pages
+    ) -> tuple[F32, float]:
         last_layer_s = 0.0
 
         def layer_done(_layer: int) -> None:
@@ -102,7 +104,7 @@ def _serve(pipe: Connection, side: _Side, number: int, neighbours: list[Connecti
     word = WatchWord("cpu")
     rank = _Rank(model, RankGroup(number, tp_size, neighbours), cache, word)
     shared = {"cache": buffer, "word": word.buffer}
-    with BufferServer(f"{side.path}{number}", shared, label=f"{side.name} rank {number}"):
+    with BufferServer(f"{side.path}{number}", shared, label=f"{side.name} rank {number}", timeout_s=ANSWER_S):
         with suppress(EOFError, OSError):
             pipe.send("serving")
             while True:
@@ -183,7 +185,9 @@ class Ranks:
         ]
         return CacheSpec.from_arrays(layout, Placement(tp_size=tp_size), arrays)
 
-    def forward(self, step: int, tokens: Sequence[int], start: int, pages: Pages) -> tuple[F32, float]:
+    def forward(
+        self, step: int, tokens: Sequence[int] | NDArray[np.int64], start: int, pages: Pages
+    ) -> tuple[F32, float]:
         """Run a chunk; the last token's hidden state, and when rank 0 said that the last layer was done."""
         answer: tuple[F32, float] = self._ask("forward", step, tokens, start, pages)[0]
         return answer

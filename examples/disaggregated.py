@@ -1,11 +1,12 @@
-"""Prefills a real language model in one process and decodes it in another, page by page over libfabric.
+"""Prefills a real language model on one side and decodes it on another, page by page over libfabric.
 
 >>> scripts/demo                                    # prefill TP 3 -> decode TP 1 over tcp
 >>> scripts/demo --prefill-tp 1 --decode-tp 3 --provider shm --prompt "Why is the sky blue?"
 >>> scripts/demo --poison                           # moves zeros instead: every check must fail
 
-This process decodes, a child prefills. Exit code 0 only if every page's checksum, the hidden state and all tokens equal
-those of the same model run in one process.
+This process has decode's engine, a child has prefill's; every tensor-parallel rank is a process of its own, whose cache
+its engine's process maps. Exit code 0 only if every page's checksum, the hidden state and all tokens equal those of the
+same model run in one process.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
-import multiprocessing
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from decode_node import DecodeNode, Fetched
 from prefill_node import Options, serve
+from ranks import ANSWER_S, child
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from smollm2 import Llama, MissingWeightsError, ReferenceRun, Tokenizer, load_checkpoint, reference_run
+from smollm2 import Llama, MissingWeightsError, ReferenceRun, Tokenizer, Weights, load_checkpoint, reference_run
 
 from fabric_kv import FabricKVError
+from fabric_kv.memory import BufferServer, HostBuffer
 
 PROMPT = """Read this report, then answer the question below it.
 
@@ -42,7 +46,9 @@ second crane help at night when there were many ships, and she kept the envelope
 
 Question: When were the ships unloaded, and when were the trains loaded? Answer in one sentence."""
 
-ANSWER_S = 120.0  # for the child to load the model and to report; the transfer has bounds of its own
+
+class PrefillError(RuntimeError):
+    """What the prefill process says that has gone wrong there."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -61,40 +67,49 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    loopback = ["127.0.0.1"] if args.provider in ("tcp", "net") else []
-    return Options(args.provider, args.nic or loopback, args.prefill_tp, args.decode_tp, args.chunk_tokens, args.poison)
-
-
 def main() -> int:
     args, console = parse_args(), Console()
-    options = options_of(args)
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    child = context.Process(target=serve, args=(child_pipe, options), name="prefill")
-    child.start()
-    child_pipe.close()
     try:
-        return run(args, options, console, pipe)
-    except (FabricKVError, MissingWeightsError, EOFError) as error:
-        why = "the prefill process ended" if isinstance(error, EOFError) else str(error)
-        console.print(f"[bold red]failed:[/] {type(error).__name__}: {why}", highlight=False)
+        return run(args, console)
+    except (FabricKVError, MissingWeightsError, PrefillError) as error:
+        console.print(f"[bold red]failed:[/] {type(error).__name__}: {error}", highlight=False)
         return 1
-    finally:
-        pipe.close()
-        child.join(5.0)
-        if child.is_alive():
-            child.kill()
-            child.join()
+    except KeyboardInterrupt:
+        console.print("\n[bold red]interrupted[/]")
+        return 130
 
 
-def run(args: argparse.Namespace, options: Options, console: Console, pipe: Any) -> int:
-    console.print(f"loading the model twice: prefill with TP {options.prefill_tp}, decode with TP {options.decode_tp}")
+def run(args: argparse.Namespace, console: Console) -> int:
+    console.print(f"loading the model for TP {args.prefill_tp} in prefill and TP {args.decode_tp} in decode")
     checkpoint = load_checkpoint()
-    model, tokenizer = Llama(checkpoint.config, checkpoint.weights), Tokenizer(checkpoint.metadata)
+    config, tokenizer = checkpoint.config, Tokenizer(checkpoint.metadata)
     prompt = tokenizer.encode_chat(args.prompt)
-    with DecodeNode(model, options) as node:
-        address = receive(pipe)
+    weights_path = f"@fabric_kv-demo-{os.getpid()}-weights"
+    loopback = ["127.0.0.1"] if args.provider in ("tcp", "net") else []
+    options = Options(
+        config,
+        weights_path,
+        args.provider,
+        args.nic or loopback,
+        args.prefill_tp,
+        args.decode_tp,
+        args.chunk_tokens,
+        args.poison,
+    )
+    # Read once: the ranks of both sides map it.
+    buffer = shared(checkpoint.weights.arrays())
+    del checkpoint
+    with (
+        BufferServer(weights_path, {"weights": buffer}, label="the demo", timeout_s=ANSWER_S),
+        child("prefill", serve, options) as (prefill_pid, pipe),
+        DecodeNode(options) as node,
+    ):
+        address, prefill_ranks = receive(pipe)
+        console.print(
+            f"prefill: engine in process {prefill_pid}, ranks in {listed(prefill_ranks)}\n"
+            f"decode: engine in process {os.getpid()}, ranks in {listed(node.ranks.pids)}",
+            highlight=False,
+        )
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task(f"{len(prompt) - 1} tokens: pages arriving")
@@ -104,10 +119,6 @@ def run(args: argparse.Namespace, options: Options, console: Console, pipe: Any)
                 args.max_new_tokens + 1,
                 lambda done, total: bar.update(task, completed=done, total=total),
             )
-        report = receive(pipe)
-        if "error" in report:
-            console.print(f"[bold red]failed:[/] {report['error']}", highlight=False)
-            return 1
         tokens = []
         console.print()
         for token in node.generate(prompt[-1], fetched, args.max_new_tokens, tokenizer.stop_token):
@@ -115,10 +126,11 @@ def run(args: argparse.Namespace, options: Options, console: Console, pipe: Any)
             if token != tokenizer.stop_token:
                 console.print(tokenizer.decode([token]), end="", markup=False, highlight=False)
         console.print("\n")
+        report = receive(pipe)
         console.print(table(node.opened(), fetched, report, options))
     console.print("checking against one process ...")
     reference = reference_run(
-        model,
+        Llama(config, Weights.from_flat(config, buffer.array.view(np.float32))),
         prompt,
         args.max_new_tokens,
         prefill_tp=options.prefill_tp,
@@ -129,11 +141,26 @@ def run(args: argparse.Namespace, options: Options, console: Console, pipe: Any)
     return 0 if check(console, fetched, report, reference, tokens) else 1
 
 
+def shared(arrays: Sequence[Any]) -> HostBuffer:
+    """Copy arrays into memory that other processes can map, one after the other."""
+    buffer = HostBuffer.allocate(sum(array.nbytes for array in arrays))
+    np.concatenate([array.reshape(-1) for array in arrays], out=np.asarray(buffer).view(np.float32))
+    return buffer
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def receive(pipe: Any) -> Any:
-    """The child's next word; EOFError if it died, TimeoutError if it is silent."""
-    if not pipe.poll(ANSWER_S):
-        raise EOFError
-    return pipe.recv()
+    """What the prefill process says next; PrefillError if that is an error, or it is silent or gone."""
+    try:
+        said = pipe.recv() if pipe.poll(ANSWER_S) else {"error": f"it has said nothing for {ANSWER_S} s"}
+    except (EOFError, OSError):
+        said = {"error": "its process has ended"}
+    if isinstance(said, dict) and "error" in said:
+        raise PrefillError(said["error"])
+    return said
 
 
 def table(opened: dict[str, Any], fetched: Fetched, report: dict[str, Any], options: Options) -> Table:

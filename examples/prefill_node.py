@@ -1,32 +1,35 @@
 """The prefill side of the demo: a first-come-first-served scheduler, wired to fabric_kv.
 
->>> multiprocessing.get_context("spawn").Process(target=serve, args=(pipe, options)).start()
+>>> with child("prefill", serve, options) as (pid, pipe): ...
 
 A scheduler of your own does the same five things: take requests in ``on_request``, announce each forward step with
-``begin_step``, call ``layer_done`` from the model, ``finish`` with the tail, and free pages in ``on_released``.
+``begin_step``, let the model bump a word after each layer (or call ``layer_done``), ``finish`` with the tail, and free
+pages in ``on_released``.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
-from smollm2 import Llama, PageAllocator, PagedCache, checksums, chunk_ranges, load_checkpoint
+from ranks import ANSWER_S, NUM_PAGES, PAGE_TOKENS, Ranks
+from smollm2 import Config, PageAllocator, chunk_ranges
 
-from fabric_kv import CacheSpec, Engine, FabricKVError, KVLayout, Placement
+from fabric_kv import Engine, FabricKVError, SharingError, Watch
 from fabric_kv.messenger import Chunk, PrefillMessenger, PrefillRequest, RequestKey, TailPool
-
-PAGE_TOKENS = 16
-NUM_PAGES = 256
 
 
 class Options(NamedTuple):
-    """What both processes must know."""
+    """What both sides must know."""
 
+    config: Config
+    weights_path: str
     provider: str
     nics: Sequence[str]
     prefill_tp: int
@@ -52,21 +55,6 @@ class Scheduler:
         self.ends.put(error)
 
 
-def make_caches(model: Llama, tp_size: int) -> tuple[CacheSpec, list[PagedCache]]:
-    """One paged cache per tensor-parallel rank, and what a peer must know of them."""
-    config = model.config
-    caches = [PagedCache(config, tp_size, NUM_PAGES, page_tokens=PAGE_TOKENS) for _ in range(tp_size)]
-    layout = KVLayout.attention(
-        num_layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_tokens=PAGE_TOKENS,
-        dtype="float16",
-        model="SmolLM2-135M-Instruct",
-    )
-    return CacheSpec.from_arrays(layout, Placement(tp_size=tp_size), [cache.data for cache in caches]), caches
-
-
 def rail_figures(engine: Engine) -> dict[str, Any]:
     """What the engine's one NIC has done so far."""
     rail: dict[str, Any] = engine.describe()["groups"][0]["rails"][0]
@@ -75,27 +63,33 @@ def rail_figures(engine: Engine) -> dict[str, Any]:
 
 def serve(pipe: Connection, options: Options) -> None:
     """Serve one request of the process at the other end of ``pipe``, then report what was sent."""
-    checkpoint = load_checkpoint()
-    model = Llama(checkpoint.config, checkpoint.weights)
-    spec, caches = make_caches(model, options.prefill_tp)
-    # --poison registers zeros where the caches should be: the transfer works, and every check must fail.
-    sources = [np.zeros_like(cache.data) if options.poison else cache.data for cache in caches]
+    with suppress(BrokenPipeError):  # that process is gone: nobody is left to tell
+        try:
+            with Ranks("prefill", options.prefill_tp, options.config, options.weights_path) as ranks:
+                report = serve_request(pipe, ranks, options)
+        except FabricKVError as error:
+            report = {"error": f"{type(error).__name__}: {error}"}
+        pipe.send(report)
+
+
+def serve_request(pipe: Connection, ranks: Ranks, options: Options) -> dict[str, Any] | None:
     scheduler = Scheduler()
     with Engine(options.provider, nics=options.nics) as engine:
-        tails = TailPool(engine, {"hidden": ("float32", (model.config.hidden,))}, num_slots=4)
+        tails = TailPool(engine, {"hidden": ("float32", (options.config.hidden,))}, num_slots=4)
+        # --poison registers zeros where the caches should be: the transfer works, and every check must fail.
+        sources = [np.zeros(cache.nbytes, np.uint8) if options.poison else cache for cache in ranks.caches]
         regions = [[engine.register(source)] for source in sources]
-        with PrefillMessenger(engine, spec, regions, scheduler, tail=tails) as messenger:
-            pipe.send(engine.address)
+        with PrefillMessenger(engine, ranks.spec, regions, scheduler, tail=tails) as messenger:
+            pipe.send((engine.address, ranks.pids))
             pipe_watch(pipe, scheduler)
             request = scheduler.requests.get()
-            if request is not None:
-                pipe.send(run(model, caches, messenger, engine, scheduler, request, options))
-                pipe.poll(10.0)  # stay until the decode side has read the report
+            if request is None:
+                return None
+            return run(ranks, engine.watch(ranks.word), messenger, engine, scheduler, request, options)
 
 
 def pipe_watch(pipe: Connection, scheduler: Scheduler) -> None:
     """End when the decode process does, also before its first request."""
-    import threading
 
     def watch() -> None:
         pipe.poll(None)
@@ -105,8 +99,8 @@ def pipe_watch(pipe: Connection, scheduler: Scheduler) -> None:
 
 
 def run(
-    model: Llama,
-    caches: list[PagedCache],
+    ranks: Ranks,
+    watch: Watch,
     messenger: PrefillMessenger,
     engine: Engine,
     scheduler: Scheduler,
@@ -117,25 +111,25 @@ def run(
     num_tokens = request.num_tokens
     pages = PageAllocator(NUM_PAGES, seed=7).allocate(-(-num_tokens // PAGE_TOKENS))
     before, started = rail_figures(engine), time.monotonic()
-    for begin, end in chunk_ranges(num_tokens, options.chunk_tokens):
-        step = messenger.begin_step([Chunk(request.key, begin, end, [pages], final=end == num_tokens)])
-        last_layer_s = 0.0
-
-        def layer_done(layer: int, step: int = step) -> None:
-            nonlocal last_layer_s
-            messenger.layer_done(step, layer)
-            last_layer_s = time.monotonic()
-
-        hidden = model.forward(request.tokens[begin:end], begin, caches, pages, layer_done)
+    try:
+        for begin, end in chunk_ranges(num_tokens, options.chunk_tokens):
+            if not scheduler.ends.empty() and (early := scheduler.ends.get()) is not None:
+                raise early  # decode has given it up, or is gone
+            chunk = Chunk(request.key, begin, end, [pages], final=end == num_tokens)
+            step = messenger.begin_step([chunk], watch=watch)
+            hidden, last_layer_s = ranks.forward(step, request.tokens[begin:end], begin, pages)
+    except SharingError as error:
+        messenger.fail(request.key, str(error))
+        scheduler.ends.get(timeout=ANSWER_S)  # decode has been told
+        raise
     computed, busy_at_end_ns = time.monotonic(), rail_figures(engine)["busy_ns"]
-    messenger.finish(request.key, {"hidden": hidden[-1]})
-    error = scheduler.ends.get()
+    messenger.finish(request.key, {"hidden": hidden})
+    if (failure := scheduler.ends.get()) is not None:
+        raise failure
     after = rail_figures(engine)
-    if error is not None:
-        return {"error": f"{type(error).__name__}: {error}"}
     return {
-        "checksums": checksums(caches, pages, num_tokens),
-        "hidden": hidden[-1],
+        "checksums": ranks.checksums(pages, num_tokens),
+        "hidden": hidden,
         "compute_s": computed - started,
         "last_layer_s": last_layer_s,
         "hidden_busy_ns": busy_at_end_ns - before["busy_ns"],

@@ -17,22 +17,22 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from .buffers import locate
 from .config import EngineOptions
+from .core import load_native
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
-from .errors import ClosedError, ConfigError, FabricError, StuckError
+from .errors import ClosedError, ConfigError, StuckError
 from .futures import Completion
 from .memory.buffer import SharedBuffer
 from .memory.staging import stage_pieces
 from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
-from .registry import Registry, to_remote
+from .registry import Registry
 from .sockaddr import names_of, replaced, text_of
 from .submission import PageList, check_deadline, check_token, encode_pieces
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
@@ -96,17 +96,6 @@ def _abandon_in_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_child)
 
 
-def _load_native() -> ModuleType:
-    try:
-        from . import _native
-    except ImportError as error:
-        raise FabricError(
-            f"the C++ core fabric_kv._native cannot be imported: {error}. Hint: build it with pip install -e . "
-            "(needs libfabric's headers: apt-get install libfabric-dev)"
-        ) from error
-    return _native
-
-
 class Engine:
     """A process's NICs: registers memory, knows peers, writes to them, and counts what they write here.
 
@@ -154,7 +143,7 @@ class Engine:
             raise ConfigError("nics must be a list of names, not one string")
         if not rails or (cpus and len(cpus) != len(rails)):
             raise ConfigError(f"{len(rails)} groups, but cpus for {len(cpus)}")
-        core = _load_native()
+        core = load_native()
         self._native: _native.Engine
         self._native, self._left_out = core.open_engine(
             provider=provider or "",
@@ -250,7 +239,7 @@ class Engine:
 
     def describe(self) -> Description:
         """What was opened, each rail's mode and why, and the figures so far: a dict that prints as a table."""
-        path, version = _load_native().library()
+        path, version = load_native().library()
         groups = [] if self.closed else self._native.describe()
         for group, bound, told in zip(groups, self._bound, self._address.groups, strict=False):
             for rail, ours, theirs in zip(group["rails"], bound, told, strict=True):
@@ -611,7 +600,7 @@ class Engine:
         ConfigError
             If ``value`` does not fit into 15 bits: the other 17 say that it is not a counter's.
         """
-        limit = 2 ** _load_native().NUM_USER_BITS
+        limit = 2 ** load_native().NUM_USER_BITS
         if not 0 <= value < limit:
             raise ConfigError(f"value={value} must lie in [0, {limit})")
         native = [(peer._native, dst.native(), _NO_TOKEN, 0, value)]
@@ -782,11 +771,11 @@ class Engine:
         return transfer
 
     def _new_watch(self, address: int, is_polled: bool) -> _native.Watch:
-        watch: _native.Watch = _load_native().Watch(address, is_polled)
+        watch: _native.Watch = load_native().Watch(address, is_polled)
         return watch
 
     def _new_prepared(self, peer: Peer, pieces: list[_native._Piece]) -> _native.Prepared:
-        prepared: _native.Prepared = _load_native().Prepared(peer._native, pieces)
+        prepared: _native.Prepared = load_native().Prepared(peer._native, pieces)
         return prepared
 
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
@@ -807,7 +796,7 @@ class Engine:
         region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
-        return to_remote(self._native.share_region(region._native, peer._native))
+        return self._registry.share(region, peer)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
         if not 0 <= expected_units < 2**57:

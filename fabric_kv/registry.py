@@ -18,20 +18,20 @@ from .memory.buffer import SharedBuffer
 from .memory.staging import StagingFigures
 from .memory.visibility import Visibility
 from .regions import RemoteRegion
-from .transfers import MemoryRegion
+from .transfers import MemoryRegion, Peer
 
 if TYPE_CHECKING:
     from . import _native
     from .dispatcher import Dispatcher
     from .engine import Engine
 
-__all__ = ["Registry", "to_remote"]
+__all__ = ["Registry"]
 
 # What NICs may still touch that could not be closed: buffers, and what transfers refer to.
 _kept: dict[_native.Engine, list[object]] = {}
 
 
-def to_remote(keys: _native._Keys) -> RemoteRegion:
+def _to_remote(keys: _native._Keys) -> RemoteRegion:
     """What a peer is told, from what the core says of a region."""
     epoch, group, nbytes, ends, rails = keys
     return RemoteRegion(epoch, group, nbytes, tuple(ends), tuple(tuple(rail) for rail in rails))
@@ -65,13 +65,27 @@ class Registry:
             native = self._native.register_region(found.address, found.nbytes, group)
         elif native is None:
             native = self._register_device(found, group)
-        region = MemoryRegion(engine, native, found.owner, to_remote(self._native.describe_region(native)))
+        region = MemoryRegion(engine, native, found.owner, _to_remote(self._native.describe_region(native)))
+        if found.device != "cpu":
+            region._device_address = found.address
         self._by_place[key] = region
         with self._dispatcher.lock:
             self._regions.add(region)
             if self._native in _kept:  # close() gave up meanwhile
                 _kept[self._native].append(found.owner)
         return region
+
+    def share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        """See ``MemoryRegion.remote_for``."""
+        if region._device_address is None:
+            return _to_remote(self._native.share_region(region._native, peer._native, -1, []))
+        if region.closed:
+            raise ClosedError("the region was deregistered")
+        from .memory.ranges import device_parts
+
+        # As at its registration: dma-bufs of its own, and the device's context current for who goes by the address.
+        with device_parts(region._device_address, region.nbytes) as (device, parts):
+            return _to_remote(self._native.share_region(region._native, peer._native, device, parts))
 
     def keep(self) -> None:
         """Hold all buffers for as long as the process lives: a NIC that could not be closed may touch them."""

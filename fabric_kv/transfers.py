@@ -77,6 +77,7 @@ class MemoryRegion:
         self._owner = owner
         self._remote = remote
         self._closed = False
+        self._device_address: int | None = None  # None: on the host, or staged there
         self._staging: Staging | None = None
         self._lost: Exception | None = None
 
@@ -120,7 +121,7 @@ class MemoryRegion:
         RegistrationError
             If a NIC refuses.
         ConfigError
-            If the peer is another engine's.
+            If the peer is another engine's, or other device memory lies where the region's was.
         ClosedError
             If the peer was removed, or the region or the engine is closed.
         """

@@ -6,6 +6,7 @@
 """
 
 from .cache import PageAllocator, PagedCache, checksums, copy_pages
+from .group import RankGroup, RankLostError
 from .model import Llama, argmax
 from .reference import ReferenceRun, chunk_ranges, generate, reference_run
 from .tokenizer import Tokenizer
@@ -26,6 +27,8 @@ __all__ = [
     "MissingWeightsError",
     "PageAllocator",
     "PagedCache",
+    "RankGroup",
+    "RankLostError",
     "ReferenceRun",
     "Tokenizer",
     "Weights",

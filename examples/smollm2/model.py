@@ -14,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import PagedCache, Pages
+from .group import RankGroup
 from .weights import F32, Config, Layer, Weights
 
 
 class Llama:
-    """A model whose ranks run one after the other in this process.
+    """A model whose ranks run one after the other in this process, or each in one of its own.
 
-    The number of caches given to `forward` is the TP size. A rank holds some KV heads, the query heads that
-    use them, and its slice of the FFN. Partial sums are added in rank order, so that two runs with the same
-    TP size, chunks and number of BLAS threads give the same bits, in whichever process they run.
+    The number of caches given to `forward` is the TP size, unless it is given a group. A rank holds some KV heads, the
+    query heads that use them, and its slice of the FFN. Partial sums are added in rank order, so that two runs with the
+    same TP size, chunks and number of BLAS threads give the same bits, in whichever processes they run.
     """
 
     def __init__(self, config: Config, weights: Weights) -> None:
@@ -41,6 +42,7 @@ class Llama:
         caches: Sequence[PagedCache],
         pages: Pages,
         on_layer_done: Callable[[int], None] | None = None,
+        group: RankGroup | None = None,
     ) -> F32:
         """Run one chunk of a sequence and append its keys and values to the caches.
 
@@ -49,12 +51,14 @@ class Llama:
         tokens : sequence of int, shape (n,)
             The chunk, at positions `start` … `start` + n - 1; the tokens before are in the caches already.
         caches : sequence of PagedCache
-            One per TP rank, rank 0 first.
+            One per TP rank, rank 0 first; with a group that of this process's rank alone.
         pages : ndarray of int, shape (>= pages needed,)
             The sequence's page numbers in token order, the same on every rank.
         on_layer_done : callable, optional
             Called with the layer's index once every rank has appended this layer's keys and values and the
             attention's output is projected. The layer's FFN and all later layers are still to come.
+        group : RankGroup, optional
+            The ranks, where each is a process: all of them call this with the same arguments, but for the caches.
 
         Returns
         -------
@@ -65,6 +69,8 @@ class Llama:
         ------
         ValueError
             If `pages` is too short for the chunk or the TP size does not divide the model.
+        RankLostError
+            If another rank of the group has ended.
         """
         end = start + len(tokens)
         if end > len(pages) * caches[0].page_tokens:
@@ -73,8 +79,14 @@ class Llama:
         rotation = rope_rotation(positions, cfg.head_dim, cfg.rope_base)
         mask = np.where(np.arange(end) > positions[:, None], np.float32(-np.inf), np.float32(0))
 
+        def all_reduce(parts: Iterable[F32]) -> F32:
+            # In the ranks' order: float addition is not associative, and runs must agree bitwise.
+            total = reduce(np.add, parts)
+            return total if group is None else group.all_reduce(total)
+
         x = self.weights.embedding[np.asarray(tokens)]
-        for index, shards in enumerate(self._shards(len(caches))):
+        for index, all_shards in enumerate(self._shards(len(caches) if group is None else group.size)):
+            shards = all_shards if group is None else [all_shards[group.rank]]
             h = rms_norm(x, shards[0].attn_norm, cfg.rms_eps)
             x = x + all_reduce(
                 self._attention(shard, index, h, rank_cache, pages, start, rotation, mask)
@@ -114,11 +126,6 @@ class Llama:
     def logits(self, hidden: F32) -> F32:
         """Map hidden states (..., hidden) to scores over the vocabulary (..., vocab)."""
         return hidden @ self.weights.embedding.T
-
-
-def all_reduce(parts: Iterable[F32]) -> F32:
-    """Add the ranks' parts in their order: float addition is not associative, and runs must agree bitwise."""
-    return reduce(np.add, parts)
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:

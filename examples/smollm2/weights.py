@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,12 @@ class Config:
             sizes = f"num_kv_heads {self.num_kv_heads} and ffn {self.ffn}"
             raise ValueError(f"tp_size {tp_size} does not divide {sizes} evenly")
 
+    def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Give the shapes of Layer's fields, in their order."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norm, up, down = (self.hidden,), (self.ffn, self.hidden), (self.hidden, self.ffn)
+        return norm, (q, self.hidden), (kv, self.hidden), (kv, self.hidden), (self.hidden, q), norm, up, up, down
+
 
 class Layer(NamedTuple):
     """One layer's matrices, each [out, in] as in the file; also one rank's shard of them."""
@@ -88,6 +96,21 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: F32
 
+    def arrays(self) -> list[F32]:
+        """Give every array, in the order of `from_flat`."""
+        return [self.embedding, *itertools.chain.from_iterable(self.layers), self.norm]
+
+    @classmethod
+    def from_flat(cls, config: Config, flat: F32) -> Weights:
+        """Make views of one array that holds them one after the other, in memory of another process for example."""
+        shapes = [(config.vocab, config.hidden), *config.layer_shapes() * config.num_layers, (config.hidden,)]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        parts = np.split(flat[: ends[-1]], ends[:-1])
+        embedding, *matrices, norm = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        step = len(Layer._fields)
+        layers = (Layer(*matrices[begin : begin + step]) for begin in range(0, len(matrices), step))
+        return cls(embedding, tuple(layers), norm)
+
 
 class Checkpoint(NamedTuple):
     """What a GGUF file holds; `metadata` is what the tokenizer is built from."""
@@ -107,23 +130,11 @@ def random_weights(config: Config, seed: int = 0) -> Weights:
     def norm() -> F32:
         return rng.uniform(0.5, 1.5, config.hidden).astype(np.float32)
 
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, ffn = config.hidden, config.ffn
     layers = tuple(
-        Layer(
-            attn_norm=norm(),
-            q=matrix(q, hidden),
-            k=matrix(kv, hidden),
-            v=matrix(kv, hidden),
-            o=matrix(hidden, q),
-            ffn_norm=norm(),
-            gate=matrix(ffn, hidden),
-            up=matrix(ffn, hidden),
-            down=matrix(hidden, ffn),
-        )
+        Layer(*(matrix(*shape) if len(shape) == 2 else norm() for shape in config.layer_shapes()))
         for _ in range(config.num_layers)
     )
-    return Weights(matrix(config.vocab, hidden), layers, norm())
+    return Weights(matrix(config.vocab, config.hidden), layers, norm())
 
 
 def find_gguf() -> Path:

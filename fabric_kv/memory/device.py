@@ -195,7 +195,16 @@ class DeviceBuffer(SharedBuffer):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
-    def __dlpack__(self, *, stream: Any = None, **_options: Any) -> object:
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"{self!r} on {self.device} is exported as it is: neither copied nor moved")
         with self._lock:
             address = self.address
             self._num_tensors += 1

@@ -10,6 +10,7 @@ mapped side by side, and a registration must not cross their borders.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -52,8 +53,10 @@ def device_parts(address: int, nbytes: int) -> Iterator[tuple[int, list[tuple[in
             stop = min(end, start + size)
             fd, offset = -1, 0
             if has_dmabuf:
-                first = max(start, begin // _DMABUF_ALIGN * _DMABUF_ALIGN)
-                last = min(start + size, -(-stop // _DMABUF_ALIGN) * _DMABUF_ALIGN)
+                # Whole pages of the host's, as the driver wants them, also where an allocation (cudaMalloc of 1000
+                # bytes) has only a part of the last one.
+                first = max(_down(start, mmap.PAGESIZE), _down(begin, _DMABUF_ALIGN))
+                last = min(-_down(-(start + size), mmap.PAGESIZE), -_down(-stop, _DMABUF_ALIGN))
                 fd, offset = _dmabuf(driver, device, first, last - first), begin - first
                 undo.callback(os.close, fd)
             parts.append((stop - begin, fd, offset))
@@ -97,6 +100,10 @@ def _allocation_of(driver: Driver, device: int, at: int, address: int, nbytes: i
             op="register",
         )
     return int(start), int(size)
+
+
+def _down(number: int, step: int) -> int:
+    return number // step * step
 
 
 def _dmabuf(driver: Driver, device: int, address: int, nbytes: int) -> int:

@@ -9,6 +9,7 @@ can overtake the other: CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING in t
 from __future__ import annotations
 
 import functools
+import threading
 
 from ..errors import DeviceError
 from .driver import Driver, load_driver
@@ -67,10 +68,12 @@ class Visibility:
 
     def __init__(self) -> None:
         self._devices: dict[int, frozenset[int]] = {}
+        self._lock = threading.Lock()
 
     def add(self, group: int, device: int) -> None:
         """From now on what arrives in the group may be for this device."""
-        self._devices[group] = self._devices.get(group, frozenset()) | {device}
+        with self._lock:
+            self._devices[group] = self._devices.get(group, frozenset()) | {device}
 
     def flush(self, group: int) -> None:
         """Make what has arrived in the group visible; as :func:`flush_remote_writes`."""

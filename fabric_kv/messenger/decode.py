@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,8 @@ class DecodeMessenger(DecodeRequests):
             If the peer is gone, or the messenger is closing; the pages are clean.
         WouldBlockError
             If all tail slots or counters, or the number of open requests, are used up. Try again when one has ended.
+        SharingError
+            If a rank's memory is another process's which is gone or has withdrawn it: :attr:`MemoryRegion.lost`.
             Nothing was sent in any of these cases.
         """
         fetching = Fetching(peer, request, self._bounds.request_s)
@@ -115,6 +118,9 @@ class DecodeMessenger(DecodeRequests):
                 pages_clean=True,
                 reason="peer_lost",
             )
+        for region in (region for rank in self._regions for region in rank):
+            if region.lost is not None:
+                raise copy(region.lost)
         check_page_lists(peer.plan, fetching.dp, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
         self._check_not_poisoned(fetching)
         with self._lock:

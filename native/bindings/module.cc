@@ -38,6 +38,18 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
     return {EnginePtr(new Engine(std::move(nics), group_options, max_peer_registrations)), left_out};
 }
 
+// (nbytes, dmabuf_fd, dmabuf_offset) each, side by side in memory.
+using DeviceParts = std::vector<std::tuple<std::uint64_t, int, std::uint64_t>>;
+
+std::vector<DeviceMemory> to_memory(std::uintptr_t base, int device, const DeviceParts& parts) {
+    std::vector<DeviceMemory> memory;
+    for (const auto& [nbytes, dmabuf_fd, dmabuf_offset] : parts) {
+        memory.push_back({reinterpret_cast<void*>(base), nbytes, device, dmabuf_fd, dmabuf_offset});
+        base += nbytes;
+    }
+    return memory;
+}
+
 std::int64_t deadline_after(double seconds) {
     return seconds > 0 ? now_ns() + static_cast<std::int64_t>(seconds * kSecond) : 0;
 }
@@ -99,7 +111,8 @@ PYBIND11_MODULE(_native, m) {
                 throw Error(ErrorKind::kConfig, "a watch's word must be aligned to 8 bytes");
             return std::make_shared<Watch>(reinterpret_cast<std::uint64_t*>(address), is_polled);
         }))
-        .def_property_readonly("word", &Watch::word);
+        .def_property_readonly("word", &Watch::word)
+        .def("set", &Watch::set);  // without an engine: its caller may be a process that has none
     py::class_<Engine::Prepared, std::shared_ptr<Engine::Prepared>>(m, "Prepared")
         .def(py::init([](const std::shared_ptr<Peer>& peer, const py::list& pieces) {
             return std::make_shared<Engine::Prepared>(to_prepared(peer, pieces));
@@ -161,14 +174,8 @@ PYBIND11_MODULE(_native, m) {
             py::call_guard<py::gil_scoped_release>())
         .def(
             "register_device",
-            [](Engine& e, std::uintptr_t base, int device,
-               const std::vector<std::tuple<std::uint64_t, int, std::uint64_t>>& parts, std::uint32_t group) {
-                std::vector<DeviceMemory> memory;
-                for (const auto& [nbytes, dmabuf_fd, dmabuf_offset] : parts) {
-                    memory.push_back({reinterpret_cast<void*>(base), nbytes, device, dmabuf_fd, dmabuf_offset});
-                    base += nbytes;
-                }
-                return e.register_device(memory, group);
+            [](Engine& e, std::uintptr_t base, int device, const DeviceParts& parts, std::uint32_t group) {
+                return e.register_device(to_memory(base, device, parts), group);
             },
             py::call_guard<py::gil_scoped_release>())
         .def("register_again", &Engine::register_again, py::call_guard<py::gil_scoped_release>())
@@ -176,11 +183,13 @@ PYBIND11_MODULE(_native, m) {
         .def("describe_region",
              [](const Engine& e, const Region& region) { return to_tuple(e.describe_region(region)); })
         .def("share_region",
-             [](Engine& e, const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer) {
+             [](Engine& e, const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer, int device,
+                const DeviceParts& parts) {
                  RemoteRegion remote;
                  {
                      py::gil_scoped_release release;
-                     remote = e.share_region(region, peer);
+                     const auto base = reinterpret_cast<std::uintptr_t>(region->base);
+                     remote = e.share_region(region, peer, to_memory(base, device, parts));
                  }
                  return to_tuple(remote);
              })

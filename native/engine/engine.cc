@@ -100,7 +100,7 @@ void Engine::register_parts(Region& region) {
     std::optional<Error> first;
     for (;;) {
         try {
-            region.rails = register_on_rails(region);
+            region.rails = register_on_rails(region, region.parts);
             if (first) owner.limit_registrations(region.segments.largest());
             return;
         } catch (const Error& error) {
@@ -144,7 +144,7 @@ std::shared_ptr<Region> Engine::register_device(const std::vector<DeviceMemory>&
     region->parts = parts;
     region->part_ends = Segments(std::move(ends));
     register_parts(*region);
-    // The descriptors are the caller's: a registration for one peer must find others, or do without.
+    // The descriptors are the caller's: a registration for one peer is given others, or does without.
     for (auto& part : region->parts) part.dmabuf_fd = -1;
     enter(region);
     return region;
@@ -185,17 +185,17 @@ Engine::RegionFigures Engine::region_figures(std::uint32_t index) const {
 }
 
 // A failure drops the registrations already made.
-Registrations Engine::register_on_rails(const Region& region) {
+Registrations Engine::register_on_rails(const Region& region, const std::vector<DeviceMemory>& parts) {
     Registrations rails;
     for (auto& rail : group(region.group).rails()) {
         auto& handles = rails.emplace_back();
         std::uint64_t begin = 0;
         for (const auto end : region.segments.ends()) {
-            if (region.parts.empty()) {
+            if (parts.empty()) {
                 handles.push_back(rail->nic().register_memory(region.base + begin, end - begin));
             } else {
                 const auto index = region.part_ends.index_of(begin);
-                auto part = region.parts[index];
+                auto part = parts[index];
                 part.base = region.base + begin;
                 part.nbytes = end - begin;
                 part.dmabuf_offset += begin - region.part_ends.begin_of(index);

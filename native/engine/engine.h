@@ -75,7 +75,10 @@ class Engine {
 
     // The region's memory with keys for this peer alone: registered on every rail at the first call for the pair,
     // closed with the region, by fence(), or with the engine. Throws Error(kWouldBlock) beyond max_peer_registrations.
-    RemoteRegion share_region(const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer);
+    // `parts`: of device memory, once more as register_device() got them, whose dma-bufs are closed by now; without
+    // them it is registered by address. Throws Error(kConfig) where they are not the region's.
+    RemoteRegion share_region(const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer,
+                              const std::vector<DeviceMemory>& parts = {});
     std::size_t num_shares(std::uint32_t group) const { return share_counts_->by_group[group].load(); }
 
     // The same epoch gives the same peer. Throws Error(kUnreachable) for an address without groups or rails.
@@ -143,7 +146,7 @@ class Engine {
     std::shared_ptr<Region> new_region(void* base, std::uint64_t nbytes, std::uint32_t group) const;
     void register_parts(Region& region);
     void enter(const std::shared_ptr<Region>& region);
-    Registrations register_on_rails(const Region& region);
+    Registrations register_on_rails(const Region& region, const std::vector<DeviceMemory>& parts);
     std::shared_ptr<PeerKeys> keys_of(const Epoch& peer);
     void close_shares(const std::shared_ptr<Peer>& peer);
     // False at the deadline. Throws Error(kClosed) when the engine closes.

@@ -25,12 +25,20 @@ std::shared_ptr<PeerKeys> Engine::keys_of(const Epoch& peer) {
     return keys;
 }
 
-RemoteRegion Engine::share_region(const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer) {
+RemoteRegion Engine::share_region(const std::shared_ptr<Region>& region, const std::shared_ptr<Peer>& peer,
+                                  const std::vector<DeviceMemory>& parts) {
     std::shared_lock registering(registering_);
     check_open();
     if (region->epoch != address_.epoch)
         throw Error(ErrorKind::kConfig, "the region was registered with another engine");
     if (peer->owner != address_.epoch) throw Error(ErrorKind::kConfig, "the peer was added to another engine");
+    const auto is_same = [](const DeviceMemory& a, const DeviceMemory& b) {
+        return a.base == b.base && a.nbytes == b.nbytes && a.device == b.device;
+    };
+    if (!parts.empty() && !std::ranges::equal(parts, region->parts, is_same))
+        throw Error(ErrorKind::kConfig,
+                    "the region's device memory does not consist of the allocations that were registered: what lies "
+                    "there now is something else");
     // With mutex_ held: either fence() and deregister() see what is entered, or we see that they were here.
     const auto find = [&]() -> const Share* {
         if (peer->removed.load()) throw Error(ErrorKind::kClosed, "the peer was removed");
@@ -48,7 +56,7 @@ RemoteRegion Engine::share_region(const std::shared_ptr<Region>& region, const s
                                                 " times, which is max_peer_registrations");
     // Closed again, after the lock is released, where another thread was faster or something throws.
     auto fresh = std::make_unique<Share>(peer->keys, share_counts_, region->group);
-    fresh->rails = register_on_rails(*region);
+    fresh->rails = register_on_rails(*region, parts.empty() ? region->parts : parts);
     std::lock_guard lock(mutex_);
     const auto* share = find();
     if (!share) {

@@ -176,7 +176,10 @@ def test_tensors_hold_the_memory(held: Held) -> None:
     assert (found.address, found.nbytes) == (buffer.address, 1000)
     del found
     assert buffer.__dlpack_device__() == (2, 0)
-    capsule = buffer.__dlpack__()
+    for impossible in ({"copy": True}, {"dl_device": (1, 0)}):
+        with pytest.raises(BufferError, match="neither copied nor moved"):
+            buffer.__dlpack__(**impossible)
+    capsule = buffer.__dlpack__(max_version=(1, 0), dl_device=(2, 0), copy=False)
     assert "dltensor" in repr(capsule)
     with pytest.raises(ConfigError, match=r"1 tensor\(s\)"):
         buffer.close()
@@ -228,6 +231,7 @@ def test_a_stream_and_a_kernel_write_a_watchs_word(held: Held) -> None:
     with WatchWord(0) as word:
         array = word.array
         assert array.tolist() == [0]
+        assert locate(word.buffer).address == array.ctypes.data
         word.set_step(7)
         word.bump()
         word.bump(layers=2)

@@ -3,6 +3,7 @@
  * Everything is passed on to the real libfabric (REAL_LIBFABRIC), but for what concerns FI_HMEM: offers have it, and
  * fi_mr_regattr of a dma-buf or of CUDA memory writes down what it was given (not_a_fabric_log) and registers the same
  * addresses as host memory, which the stand-in's "device memory" is. So pages really move, by the real path.
+ * Where the device's context is not current, as the stand-in for CUDA's driver has it, nothing is registered.
  * STANDIN_REFUSES: "dmabuf", "hmem" or both are refused. STANDIN_FABRIC_VERSION is what fi_version says: 1.17 knows no dma-bufs.
  */
 #include <dlfcn.h>
@@ -41,6 +42,12 @@ static void* real(const char* name) {
 
 const char* not_a_fabric_log(void) { return written; }
 
+static int is_current(int device) {
+    int (*get)(void**) = dlsym(RTLD_DEFAULT, "cuCtxGetCurrent");
+    void* context = NULL;
+    return get && !get(&context) && (intptr_t)context == 0xc0 + device;
+}
+
 static int regattr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags, struct fid_mr** mr) {
     const struct dmabuf* dmabuf = (const void*)attr->mr_iov;
     const int by_dmabuf = (flags & DMABUF) != 0;
@@ -50,6 +57,7 @@ static int regattr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t f
     const char* refused = getenv("STANDIN_REFUSES");
     if (refused && strstr(refused, by_dmabuf ? "dmabuf" : "hmem")) return by_dmabuf ? -EOPNOTSUPP : -ENOSYS;
     if (attr->iface != FI_HMEM_CUDA || attr->iov_count != 1) return -EINVAL;
+    if (!is_current(attr->device.cuda)) return -ENXIO;
     if (by_dmabuf && (uintptr_t)dmabuf->base % 4096) return -EINVAL;
     if (by_dmabuf && (fstat(dmabuf->fd, &about) || (uint64_t)about.st_size < dmabuf->offset + len)) return -EBADF;
     const size_t used = strlen(written);

@@ -1,19 +1,23 @@
-"""The demo in a short form: a real model in two processes, every pair of TP sizes, and the checks that must fail."""
+"""The demo in a short form: a real model, every pair of TP sizes, ranks as processes, and the checks that must fail."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LONG = 500.0
 SHORT = ["--max-new-tokens", "8", "--chunk-tokens", "90"]
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "disaggregated.py"), *SHORT, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONG)
 
 
 def figure(text: str, row: str) -> int:
@@ -34,15 +38,18 @@ def figure(text: str, row: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (1, 1), (3, 3)])
-def test_pages_and_tokens_agree(prefill_tp: int, decode_tp: int) -> None:
-    done = run_demo("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp))
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "provider"), [(3, 1, "tcp"), (1, 3, "shm"), (1, 1, "tcp"), (3, 3, "shm")]
+)
+def test_pages_and_tokens_agree(prefill_tp: int, decode_tp: int, provider: str) -> None:
+    done = run_demo("--prefill-tp", str(prefill_tp), "--decode-tp", str(decode_tp), "--provider", provider)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^OK ", done.stdout, re.MULTILINE)) == 4
     # One write for each layer, K or V, page, and head that travels alone; fewer where scattered pages are neighbours.
     most = figure(done.stdout, "pages") * 60 * (1 if prefill_tp == decode_tp == 1 else 3) + 1
     # Up to four places share a write, and neighbours are one place.
     assert most / 8 < figure(done.stdout, "writes") <= most
+    assert done.stderr == ""  # nobody was lost on the way
 
 
 def test_poisoned_pages_are_caught() -> None:
@@ -51,25 +58,92 @@ def test_poisoned_pages_are_caught() -> None:
     assert re.search(r"^WRONG \d+ page checksums equal the sender's", done.stdout, re.MULTILINE)
 
 
-def test_prefill_process_that_dies_ends_the_demo() -> None:
-    command = [sys.executable, "-u", str(ROOT / "examples" / "disaggregated.py"), *SHORT]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        os.kill(wait_for_prefill(demo.pid), signal.SIGKILL)
-        out, _ = demo.communicate(timeout=60)
-    finally:
-        demo.kill()
-    assert demo.returncode == 1, out
-    assert "failed:" in out
+class Demo:
+    """A demo whose prefill takes long, in a session of its own: what it leaves behind is found by that."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-u", str(ROOT / "examples" / "disaggregated.py"), "--chunk-tokens", "1", *options]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.watchdog = threading.Timer(LONG, self.kill)  # ends what we wait for below
+        self.watchdog.start()
+        self.engines: dict[str, int] = {}
+        self.ranks: dict[str, list[int]] = {}
+        assert self.process.stdout
+        self.out = ""
+        while "decode" not in self.ranks:
+            line = self.process.stdout.readline()
+            assert line, self.out
+            self.out += line
+            if found := re.match(r"(\w+): engine in process (\d+), ranks in (.*)$", line):
+                side, engine, ranks = found.groups()
+                self.engines[side], self.ranks[side] = int(engine), [int(rank) for rank in ranks.split(", ")]
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and all that it has printed, on one line."""
+        self.out += self.process.communicate(timeout=LONG)[0]
+        return self.process.returncode, re.sub(r"\s+", " ", self.out)
+
+    def alive(self) -> list[str]:
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                name, fields = stat.read_text().rsplit(")", 1)
+            except OSError:
+                continue  # ended meanwhile
+            state, _, _, session = fields.split()[:4]
+            if int(session) == self.process.pid and state != "Z":
+                found.append(name)
+        return found
+
+    def shm_files(self) -> list[Path]:
+        return [path for pid in self.engines.values() for path in Path("/dev/shm").glob(f"{pid}[-:]*")]
+
+    def nothing_is_left(self) -> bool:
+        deadline = time.monotonic() + LONG
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive() and not self.shm_files()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.watchdog.cancel()
+        self.kill()
+        self.process.communicate()
 
 
-def wait_for_prefill(parent: int) -> int:
-    """The pid of the demo's child that prefills (multiprocessing also starts a resource tracker)."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        for child in children:
-            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
-                return int(child)
-        time.sleep(0.01)
-    raise AssertionError("the demo started no prefill process")
+@pytest.mark.parametrize(("side", "number"), [("prefill", 0), ("prefill", 2), ("decode", 1)])
+def test_a_rank_that_dies_ends_the_demo(side: str, number: int) -> None:
+    with Demo("--provider", "shm", "--prefill-tp", "3", "--decode-tp", "3") as demo:
+        pid = demo.ranks[side][number]
+        os.kill(pid, signal.SIGKILL)
+        code, out = demo.end()
+        assert code == 1, out
+        assert re.search(rf"failed: \w+Error: .*{side} rank {number} \(process {pid}", out), out
+        assert demo.nothing_is_left()
+
+
+def test_a_prefill_engine_that_dies_ends_the_demo() -> None:
+    with Demo() as demo:
+        os.kill(demo.engines["prefill"], signal.SIGKILL)
+        code, out = demo.end()
+        assert code == 1, out
+        assert "failed:" in out
+        assert demo.nothing_is_left()
+
+
+def test_ctrl_c_ends_all_of_its_processes() -> None:
+    with Demo("--provider", "shm") as demo:
+        os.killpg(demo.process.pid, signal.SIGINT)
+        code, out = demo.end()
+        assert code == 130, out
+        assert "interrupted" in out
+        assert "Traceback" not in out
+        assert demo.nothing_is_left()

@@ -40,7 +40,6 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
     target = DeviceBuffer.allocate("cuda:1", 3 * handle, handle_bytes=handle)
     rng = np.random.default_rng(5)
     source.array[:] = rng.integers(0, 256, source.nbytes, np.uint8)
-    fds = len(os.listdir("/proc/self/fd"))
     src, dst = source.region(here), target.region(there)
     print("ends", dst.remote.segment_ends)
     page = 24 * 1024                      # every third one lies across two handles
@@ -62,12 +61,21 @@ with Engine("tcp", nics=["127.0.0.1"], options=options) as here, \\
     print("same", again.remote == dst.remote)
     bare = there.register((target.address + 100, handle, "cuda"))
     print("bare", bare.remote.segment_ends, bare.remote.rails != dst.remote.rails)
-    cuda.standin_fail(b"cuMemGetHandleForAddressRange", 999, 1)
-    try:
-        there.register((target.address, 3 * handle, "cuda:1"))
-    except Exception as error:
-        print("failed", type(error).__name__)
+    itself = there.add_peer(there.address)
+    fds = len(os.listdir("/proc/self/fd"))
+    for attempt in (lambda: there.register((target.address, 3 * handle, "cuda:1")), lambda: dst.remote_for(itself)):
+        cuda.standin_fail(b"cuMemGetHandleForAddressRange", 999, 1)
+        try:
+            attempt()
+        except Exception as error:
+            print("failed", type(error).__name__, len(os.listdir("/proc/self/fd")) - fds)
     direct = there.register(target)
+    own = dst.remote_for(there.add_peer(here.address))
+    print("own", own.segment_ends == dst.remote.segment_ends, own.rails != dst.remote.rails)
+    counter = there.counter(unit_bytes=4096, expected_units=6)
+    here.write_pages(peer, src, own, [2], [0], page_bytes=page, token=counter.token).result(30)
+    counter.result(30)
+    print("arrived", target.read(0, page) == source.array[2 * page : 3 * page].tobytes())
     try:
         target.close()
     except Exception as error:
@@ -129,15 +137,51 @@ def test_each_handle_is_registered_and_pages_cross_the_seams(
         "unread DeviceError",
         "same True",
         f"bare {(handle - 100, handle)} True",
-        "failed DeviceError",
+        *["failed DeviceError 0"] * 2,
+        "own True True",
+        "arrived True",
         "open registered by 3 region(s)",
         *[f"{kind} cuda:1 {handle}+0"] * 3,
         f"{kind} cuda:1 {handle - 100}+{offset}",
         f"{kind} cuda:1 100+0",
+        *[f"{kind} cuda:1 {handle}+0"] * 3,  # once more for one peer, as the first time
         "closed ClosedError",
         "closed ClosedError",
         "held [0, 0, 0, 1, 0, 0]",  # the context is kept
     ]
+
+
+REPLACED = """
+import ctypes, sys
+cuda = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from fabric_kv import ConfigError, Engine, EngineOptions
+from fabric_kv.memory import DeviceBuffer
+from fabric_kv.memory.driver import load_driver
+
+page = DeviceBuffer.allocate(0, 1).info.page_bytes
+whole, halves = (DeviceBuffer.allocate(0, 2 * page, handle_bytes=size) for size in (2 * page, page))
+driver = load_driver()
+address = int(driver.call("cuMemAddressReserve", 2 * page, page, 0, 0))
+driver.call("cuMemMap", address, 2 * page, 0, whole._handles[0], 0)
+with Engine("tcp", nics=["127.0.0.1"], options=EngineOptions(device_memory=True)) as engine:
+    region = engine.register((address, 2 * page, "cuda:0"))
+    driver.call("cuMemUnmap", address, 2 * page)
+    for at, handle in enumerate(halves._handles):
+        driver.call("cuMemMap", address + at * page, page, 0, handle, 0)
+    try:
+        region.remote_for(engine.add_peer(engine.address))
+    except ConfigError as error:
+        print(error)
+    print(engine.describe()["groups"][0]["peer_registrations"])
+"""
+
+
+def test_other_memory_in_a_regions_place_is_not_given_to_a_peer(tmp_path: Path) -> None:
+    done = run(tmp_path, REPLACED, STANDIN_FABRIC_VERSION="1.20", STANDIN_REFUSES="")
+    assert done.returncode == 0, done.stderr
+    words, registrations = done.stdout.splitlines()
+    assert "what lies there now is something else" in words
+    assert registrations == "0"
 
 
 REFUSED = """

@@ -1,5 +1,8 @@
 """The example engine: paging, chunks and tensor parallelism must not change what the model computes."""
 
+import threading
+from multiprocessing import Pipe
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,10 @@ from examples.smollm2 import (
     MissingWeightsError,
     PageAllocator,
     PagedCache,
+    RankGroup,
+    RankLostError,
     Tokenizer,
+    Weights,
     checksums,
     chunk_ranges,
     copy_pages,
@@ -199,3 +205,45 @@ def test_real_model_knows_the_capital_of_france():
     prompt = tokenizer.encode("The capital of France is")
     run = reference_run(model, prompt, 2, prefill_tp=3, decode_tp=1, chunk_tokens=3)
     assert tokenizer.decode(run.tokens) == " Paris."
+
+
+def test_weights_are_views_of_one_flat_array():
+    weights_before = random_weights(TINY, seed=3)
+    flat = np.concatenate([array.reshape(-1) for array in weights_before.arrays()])
+    again = Weights.from_flat(TINY, np.append(flat, np.zeros(100, np.float32)))  # shared memory is whole pages
+    for array, other in zip(weights_before.arrays(), again.arrays(), strict=True):
+        np.testing.assert_array_equal(array, other)
+        assert other.base is not None
+    assert again.layers[1].o.shape == weights_before.layers[1].o.shape
+
+
+def test_ranks_apart_compute_the_same_bits(model):
+    together, caches, pages = run(model, tp_size=3)
+    pipes = [Pipe() for _ in range(2)]
+    ends = [[ours for ours, _ in pipes], *([theirs] for _, theirs in pipes)]
+    own, apart, layers = make_caches(3), [None] * 3, []
+
+    def rank(number):
+        on_layer_done = layers.append if number == 0 else None
+        group = RankGroup(number, 3, ends[number])
+        apart[number] = model.forward(TOKENS, 0, [own[number]], pages, on_layer_done, group)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for hidden in apart:
+        np.testing.assert_array_equal(hidden, together)
+    assert layers == [0, 1]
+    sums = np.concatenate([checksums([cache], pages, len(TOKENS)) for cache in own], axis=-1)
+    np.testing.assert_array_equal(sums, checksums(caches, pages, len(TOKENS)))
+
+
+def test_a_rank_that_ends_is_an_error_in_the_others():
+    ours, theirs = Pipe()
+    theirs.close()
+    with pytest.raises(RankLostError, match="rank 0"):
+        RankGroup(0, 2, [ours]).all_reduce(np.zeros((2, 3), np.float32))
+    with pytest.raises(ValueError, match="given 1 pipes"):
+        RankGroup(0, 3, [ours])

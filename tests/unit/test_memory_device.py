@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fabric_kv import ConfigError, DeviceError, FabricKVError, RegistrationError, SharingError
-from fabric_kv.memory import DeviceBuffer, WatchWord, visibility
+from fabric_kv.memory import DeviceBuffer, WatchWord, ranges, visibility
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
 
@@ -142,6 +142,18 @@ def test_foreign_memory_without_the_flag_is_refused_at_registration(lib: ctypes.
     driver.call("cuMemUnmap", address, 1 << 16)
     driver.call("cuMemAddressFree", address, 1 << 16)
     driver.call("cuMemRelease", handle)
+
+
+def test_a_dmabuf_is_whole_pages_where_an_allocation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DeviceBuffer.allocate(0, 1 << 17) as buffer:
+        start = buffer.address + 5 * 4096 + 512  # as of small allocations, which the driver cuts out of larger ones
+        monkeypatch.setattr(ranges, "_allocation_of", lambda *_: (start, 5000))
+        asked: list[tuple[int, int]] = []
+        export = ranges._dmabuf
+        monkeypatch.setattr(ranges, "_dmabuf", lambda *at: (asked.append(at[2:]), export(*at))[1])
+        with device_parts(start + 100, 4900) as (_, parts):
+            assert [(part[0], part[2]) for part in parts] == [(4900, 612)]
+        assert asked == [(buffer.address + 5 * 4096, 2 * 4096)]
 
 
 def test_without_dmabufs_parts_have_none(lib: ctypes.CDLL) -> None:

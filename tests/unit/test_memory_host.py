@@ -16,7 +16,17 @@ import pytest
 
 from fabric_kv import AllocationError, ClosedError, ConfigError, SharingError
 from fabric_kv.buffers import locate
-from fabric_kv.memory import BufferInfo, Exported, HostBuffer, allocate, host, numa
+from fabric_kv.memory import (
+    BufferInfo,
+    BufferServer,
+    Exported,
+    HostBuffer,
+    WatchWord,
+    allocate,
+    host,
+    import_buffers,
+    numa,
+)
 
 
 def held() -> tuple[int, int]:
@@ -225,3 +235,31 @@ def test_buffer_info_that_does_not_add_up() -> None:
     for sizes, page in (((4096,), 4096), ((8191,), 4096)):
         with pytest.raises(ConfigError):
             BufferInfo("host", 5000, sizes, page)
+
+
+def test_a_word_that_this_process_bumps_is_seen_where_it_is_imported() -> None:
+    with (
+        WatchWord("cpu") as word,
+        BufferServer(f"@fabric_kv-test-{os.getpid()}", {"word": word.buffer}) as server,
+        import_buffers(server.path, timeout_s=60) as rank,
+    ):
+        seen = np.asarray(rank["word"])[:8].view("u8")
+        word.set_step(7)
+        assert seen.tolist() == word.array.tolist() == [7 << 16]
+        word.bump()
+        word.bump(layers=2)
+        assert seen.tolist() == [7 << 16 | 3]
+        word.set_step((1 << 48) - 1, layers=65535)
+        assert seen.tolist() == [(1 << 64) - 1]
+        with pytest.raises(ConfigError, match="do not fit"):
+            word.bump()
+        word.set_step(0)
+        for step, layers in ((1 << 48, 0), (-1, 0), (0, 1 << 16)):
+            with pytest.raises(ConfigError, match="must fit"):
+                word.set_step(step, layers=layers)
+        with pytest.raises(ConfigError, match="no device"):
+            _ = word.device_address
+        assert seen.tolist() == [0]
+        del seen
+    with pytest.raises(ClosedError):
+        word.bump()

@@ -12,6 +12,7 @@ from fabric_kv.errors import (
     RequestFailedError,
     RequestRejectedError,
     RequestTimeoutError,
+    SharingError,
     WouldBlockError,
 )
 from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState, wire
@@ -118,6 +119,17 @@ def test_replicas_that_do_not_exist_are_refused(seed):
     sim.scheduler.pause = False
     sim.run(fetch.handle.done)
     assert fetch.result
+
+
+def test_pages_in_memory_whose_owner_is_gone_are_not_asked_for(seed):
+    sim = Sim(seed, decode_tp=3)
+    before = sim.submit(5)
+    sim.run(before.handle.done)
+    sim.decode._regions[2][0]._lost = SharingError("rank 2 is lost", reason="gone")  # as its BufferServer's end does
+    with pytest.raises(SharingError, match="rank 2 is lost"):
+        sim.submit(5)
+    sim.run(lambda: len(sim.scheduler.released) == 1)
+    sim.check_nothing_left()
 
 
 @pytest.mark.parametrize(("src", "dst"), [(4, 8), (8, 4), (4, 6)])

@@ -10,14 +10,21 @@
 #include <random>
 #include <string_view>
 
+#include "ofi/layers.h"
+
 namespace fkv::ofi {
 namespace {
 
-bool is_ip_address(const std::string& text) {
-    unsigned char buffer[sizeof(in6_addr)];
-    // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope.
-    const auto bare = text.substr(0, text.find('%'));
-    return inet_pton(AF_INET, bare.c_str(), buffer) == 1 || inet_pton(AF_INET6, bare.c_str(), buffer) == 1;
+// The bytes of an IP address; none: it is something else.
+std::vector<unsigned char> ip_address(const std::string& text) {
+    std::vector<unsigned char> bytes(sizeof(in6_addr));
+    // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope, nor brackets.
+    const auto begin = text.starts_with('[') ? 1 : 0;
+    const auto bare = text.substr(begin, text.find_first_of("%]") - begin);
+    if (inet_pton(AF_INET6, bare.c_str(), bytes.data()) == 1) return bytes;
+    bytes.resize(sizeof(in_addr));
+    if (inet_pton(AF_INET, bare.c_str(), bytes.data()) != 1) bytes.clear();
+    return bytes;
 }
 
 InfoPtr make_hints(const std::string& provider, bool device_memory) {
@@ -127,6 +134,11 @@ InfoPtr copy_of(const fi_info* info) {
     return copy;
 }
 
+// rxd makes writes out of datagrams, which the other side's processor puts in place: no RDMA, whatever is beneath.
+bool is_asked_for(const fi_info* info, const std::string& provider) {
+    return info->ep_attr->protocol != FI_PROTO_RXD || provider.find("ofi_rxd") != std::string::npos;
+}
+
 bool is_loopback(const fi_info* info) {
     const std::string name = info->domain_attr->name ? info->domain_attr->name : "";
     return name == "lo";
@@ -154,7 +166,9 @@ std::string source_text(const fi_info* info) {
 std::vector<Offer> list_offers(const std::string& provider) {
     std::vector<Offer> offers;
     const auto list = query(provider, "");
-    for (auto* info = list.get(); info; info = info->next) offers.push_back(to_offer(info));
+    Layers layers;
+    for (auto* info = list.get(); info; info = info->next)
+        if (is_asked_for(info, provider) && layers.why_no_immediates(*info).empty()) offers.push_back(to_offer(info));
     return offers;
 }
 
@@ -169,7 +183,14 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                         "); without device memory it offers:" + list_text(query(request.provider, "").get()) +
                         "\nHint: EngineOptions(device_memory=True) needs a libfabric that was built with CUDA, and its "
                         "driver");
-    auto usable = [&](const fi_info* info) { return !request.provider.empty() || is_rdma(info); };
+    Layers layers;
+    std::string refused;  // why, of what the request means
+    auto usable = [&](const fi_info* info) {
+        if (!is_asked_for(info, request.provider) || (request.provider.empty() && !is_rdma(info))) return false;
+        const auto why = layers.why_no_immediates(*info);
+        if (!why.empty()) refused = why;
+        return why.empty();
+    };
     std::vector<InfoPtr> found;
     if (request.nics.empty()) {
         const fi_info* choice = nullptr;
@@ -182,6 +203,7 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                 break;
             }
         }
+        if (!choice && !refused.empty()) throw Error(ErrorKind::kFabric, refused);
         if (!choice && request.provider.empty())
             throw Error(ErrorKind::kFabric,
                         "no RDMA NIC is usable through libfabric " + version_text(Library::get().version) + " (" +
@@ -197,12 +219,19 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
         return found;
     }
     for (const auto& nic : request.nics) {
-        const bool by_address = is_ip_address(nic);
-        const auto answer = by_address ? query(request.provider, nic, device) : nullptr;
+        refused.clear();
+        const auto address = ip_address(nic);
+        const auto means = [&](const fi_info* info) {
+            return address.empty() ? info->domain_attr->name && nic == info->domain_attr->name
+                                   : address == ip_address(source_text(info));
+        };
+        // verbs does not find a NIC by its IPv6 address, but lists it (1.17); tcp lists only one of 127.0.0.1, .2, ...
+        const auto answer = address.empty() ? nullptr : query(request.provider, nic, device);
         const fi_info* choice = nullptr;
-        for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
-            if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name)))
-                choice = info;
+        for (const auto* begin : {answer.get(), list.get()})
+            for (auto* info = begin; info && !choice; info = info->next)
+                if (means(info) && usable(info)) choice = info;
+        if (!choice && !refused.empty()) throw Error(ErrorKind::kFabric, refused);
         if (!choice)
             throw Error(ErrorKind::kConfig, "NIC '" + nic + "' matches nothing that provider '" +
                                                 (request.provider.empty() ? "any RDMA" : request.provider) +

@@ -99,7 +99,7 @@ def _choice(topology: Topology) -> Iterable[Finding]:
 def _opening_fix(error: FabricKVError) -> str:
     """What helps where the message itself has no hint."""
     if isinstance(error, FabricError) and error.op == "fi_enable" and error.fi_errno == errno.EINVAL:
-        return "on Soft-RoCE: export FI_UNIVERSE_SIZE=32, its completion queues are small"
+        return "unset FI_UNIVERSE_SIZE, or make it smaller: the device's completion queues are shorter than it asks for"
     if isinstance(error, FabricError) and error.fi_errno == errno.ENOMEM:
         return "ulimit -l unlimited; docker run --ulimit memlock=-1"
     return "FI_LOG_LEVEL=warn shows what libfabric says; FABRIC_KV_NICS='^NAME' goes on without this NIC"

@@ -11,15 +11,24 @@
 #include <random>
 #include <string_view>
 
+#include "ofi/layers.h"
+
 namespace fkv::ofi {
 namespace {
 
-bool is_ip_address(const std::string& text) {
-    unsigned char buffer[sizeof(in6_addr)];
-    // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope.
-    const auto bare = text.substr(0, text.find('%'));
-    return inet_pton(AF_INET, bare.c_str(), buffer) == 1 || inet_pton(AF_INET6, bare.c_str(), buffer) == 1;
+// The bytes of an IP address; none: it is something else.
+std::vector<unsigned char> ip_address(const std::string& text) {
+    std::vector<unsigned char> bytes(sizeof(in6_addr));
+    // A scoped address (fe80::1%eth0) is an address too; inet_pton does not take the scope, nor brackets.
+    const auto begin = text.starts_with('[') ? 1 : 0;
+    const auto bare = text.substr(begin, text.find_first_of("%]") - begin);
+    if (inet_pton(AF_INET6, bare.c_str(), bytes.data()) == 1) return bytes;
+    bytes.resize(sizeof(in_addr));
+    if (inet_pton(AF_INET, bare.c_str(), bytes.data()) != 1) bytes.clear();
+    return bytes;
 }
+
+bool is_ip_address(const std::string& text) { return !text.starts_with('[') && !ip_address(text).empty(); }
 
 struct HostPort {
     std::string host;
@@ -36,7 +45,8 @@ std::optional<HostPort> parse_address(const std::string& text) {
     auto rest = text.substr(bracketed ? end + 1 : end);
     if (rest.starts_with(':')) found.port = rest.substr(1);
     const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
-    const bool is_port = std::all_of(found.port.begin(), found.port.end(), is_digit) && found.port.size() <= 5;
+    const bool is_port = std::all_of(found.port.begin(), found.port.end(), is_digit) && found.port.size() <= 5 &&
+                         (found.port.empty() || std::stoul(found.port) <= 65535);
     if (!is_ip_address(found.host) || !is_port || rest.size() != found.port.size() + !found.port.empty()) return {};
     return found;
 }
@@ -143,12 +153,24 @@ void use_unique_name(fi_info* info) {
     info->src_addrlen = std::strlen(name) + 1;
 }
 
+// fi_getinfo(3) has put it in where it found the address itself.
+void use_port(fi_info* info, const std::string& port) {
+    const auto number = htons(static_cast<std::uint16_t>(std::stoul(port)));
+    if (info->addr_format == FI_SOCKADDR_IN) static_cast<sockaddr_in*>(info->src_addr)->sin_port = number;
+    if (info->addr_format == FI_SOCKADDR_IN6) static_cast<sockaddr_in6*>(info->src_addr)->sin6_port = number;
+}
+
 InfoPtr copy_of(const fi_info* info) {
     InfoPtr copy(Library::get().dupinfo(info));
     if (!copy) throw Error(ErrorKind::kFabric, "fi_dupinfo failed: out of memory");
     copy->next = nullptr;
     if (copy->addr_format == FI_ADDR_STR && copy->src_addr) use_unique_name(copy.get());
     return copy;
+}
+
+// rxd makes writes out of datagrams, which the other side's processor puts in place: no RDMA, whatever is beneath.
+bool is_asked_for(const fi_info* info, const std::string& provider) {
+    return info->ep_attr->protocol != FI_PROTO_RXD || provider.find("ofi_rxd") != std::string::npos;
 }
 
 bool is_loopback(const fi_info* info) {
@@ -178,7 +200,9 @@ std::string source_text(const fi_info* info) {
 std::vector<Offer> list_offers(const std::string& provider) {
     std::vector<Offer> offers;
     const auto list = query(provider, {});
-    for (auto* info = list.get(); info; info = info->next) offers.push_back(to_offer(info));
+    Layers layers;
+    for (auto* info = list.get(); info; info = info->next)
+        if (is_asked_for(info, provider) && layers.why_no_immediates(*info).empty()) offers.push_back(to_offer(info));
     return offers;
 }
 
@@ -193,7 +217,14 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                         "); without device memory it offers:" + list_text(query(request.provider, {}).get()) +
                         "\nHint: EngineOptions(device_memory=True) needs a libfabric that was built with CUDA, and its "
                         "driver");
-    auto usable = [&](const fi_info* info) { return !request.provider.empty() || is_rdma(info); };
+    Layers layers;
+    std::string refused;  // why, of what the request means
+    auto usable = [&](const fi_info* info) {
+        if (!is_asked_for(info, request.provider) || (request.provider.empty() && !is_rdma(info))) return false;
+        const auto why = layers.why_no_immediates(*info);
+        if (!why.empty()) refused = why;
+        return why.empty();
+    };
     std::vector<InfoPtr> found;
     if (request.nics.empty()) {
         const fi_info* choice = nullptr;
@@ -206,6 +237,7 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
                 break;
             }
         }
+        if (!choice && !refused.empty()) throw Error(ErrorKind::kFabric, refused);
         if (!choice && request.provider.empty())
             throw Error(ErrorKind::kFabric,
                         "no RDMA NIC is usable through libfabric " + version_text(Library::get().version) + " (" +
@@ -221,18 +253,26 @@ std::vector<InfoPtr> find_nics(const NicRequest& request) {
         return found;
     }
     for (const auto& nic : request.nics) {
+        refused.clear();
         const auto address = parse_address(nic);
-        const bool by_address = address.has_value();
-        const auto answer = by_address ? query(request.provider, *address, device) : nullptr;
+        const auto bytes = address ? ip_address(address->host) : std::vector<unsigned char>();
+        const auto means = [&](const fi_info* info) {
+            return address ? bytes == ip_address(source_text(info))
+                           : info->domain_attr->name && nic == info->domain_attr->name;
+        };
+        // verbs does not find a NIC by its IPv6 address, but lists it (1.17); tcp lists only one of 127.0.0.1, .2, ...
+        const auto answer = address ? query(request.provider, *address, device) : nullptr;
         const fi_info* choice = nullptr;
-        for (auto* info = by_address ? answer.get() : list.get(); info && !choice; info = info->next)
-            if (usable(info) && (by_address || (info->domain_attr->name && nic == info->domain_attr->name)))
-                choice = info;
+        for (const auto* begin : {answer.get(), list.get()})
+            for (auto* info = begin; info && !choice; info = info->next)
+                if (means(info) && usable(info)) choice = info;
+        if (!choice && !refused.empty()) throw Error(ErrorKind::kFabric, refused);
         if (!choice)
             throw Error(ErrorKind::kConfig, "NIC '" + nic + "' matches nothing that provider '" +
                                                 (request.provider.empty() ? "any RDMA" : request.provider) +
                                                 "' offers:" + list_text(list.get()));
         found.push_back(copy_of(choice));
+        if (address && !address->port.empty()) use_port(found.back().get(), address->port);
     }
     return found;
 }

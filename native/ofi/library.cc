@@ -8,6 +8,8 @@
 #include <mutex>
 #include <vector>
 
+#include "ofi/universe.h"
+
 namespace fkv::ofi {
 namespace {
 
@@ -56,6 +58,8 @@ Library load() {
     // closes nothing. Ours are few and long-lived, and closing them is how a lost peer is kept out. Read by libfabric
     // on its first use; whoever sets it himself knows better.
     setenv("FI_MR_CACHE_MAX_COUNT", "0", 0);  // NOLINT(concurrency-mt-unsafe): there is no other way to say so
+    if (const auto size = universe_size(completion_queue_limits()))
+        setenv("FI_UNIVERSE_SIZE", std::to_string(*size).c_str(), 0);  // NOLINT(concurrency-mt-unsafe): as above
     std::string tried;
     void* handle = nullptr;
     for (const auto& path : candidates()) {

@@ -1,6 +1,6 @@
 """Engines for integration tests: over each provider, in this process and in another, all gone afterwards.
 
->>> def test_something(provider, node, peer): ...      # tcp, net and shm, two processes
+>>> def test_something(provider, node, peer): ...      # tcp, net, shm, and verbs where there is a device; two processes
 >>> @pytest.mark.parametrize("provider", ["tcp"], indirect=True)
 """
 
@@ -14,21 +14,25 @@ from typing import Any, NamedTuple
 import pytest
 
 from .engine_peer import Node, PeerProcess
+from .fabrics import rdma_devices, with_rdma
 
 
 class Provider(NamedTuple):
     name: str
     nics: list[str]
+    peer_nics: list[str]
 
 
 PROVIDERS = {
-    "tcp": Provider("tcp", ["127.0.0.1"]),
-    "net": Provider("net", ["127.0.0.1"]),  # on libfabric 1.17 what newer ones call tcp
-    "shm": Provider("shm", []),
+    "tcp": Provider("tcp", ["127.0.0.1"], ["127.0.0.1"]),
+    "net": Provider("net", ["127.0.0.1"], ["127.0.0.1"]),  # on libfabric 1.17 what newer ones call tcp
+    "shm": Provider("shm", [], []),
 }
+if devices := rdma_devices():
+    PROVIDERS["verbs"] = Provider("verbs", devices[:1], devices[-1:])
 
 
-@pytest.fixture(params=PROVIDERS)
+@pytest.fixture(params=with_rdma("tcp", "net", "shm"))
 def provider(request: pytest.FixtureRequest) -> Provider:
     from fabric_kv import _native
 
@@ -70,7 +74,7 @@ def make_peer(provider: Provider, spare_peers: list[PeerProcess]) -> Iterator[Ca
     def make(node: Node, *, monitor: bool = False, **options: Any) -> PeerProcess:
         peer = spare_peers.pop() if spare_peers else PeerProcess()
         peers.append(peer)
-        node.add_peer(peer.call("open", provider.name, provider.nics, **options), monitor)
+        node.add_peer(peer.call("open", provider.name, provider.peer_nics, **options), monitor)
         peer.call("add_peer", node.engine.address, monitor)
         return peer
 

@@ -18,6 +18,8 @@ import numpy as np
 from fabric_kv import Engine, FabricKVError, RemoteRegion
 from fabric_kv.memory import BufferServer, HostBuffer, import_buffers
 
+from .fabrics import nics_of
+
 LONG = 60.0
 LAYERS, PAGES, PAGE = 3, 24, 10_000
 
@@ -62,10 +64,9 @@ class Mover:
     """Imports both ranks' buffers and writes from the one's to the other's."""
 
     def __init__(self, provider, source, target):
-        Engine(provider, nics=[] if provider == "shm" else ["127.0.0.1"]).close()  # libraries open what they keep
+        Engine(provider, nics=nics_of(provider)).close()  # libraries open what they keep
         self.before = left_open()
-        nics = [] if provider == "shm" else ["127.0.0.1"]
-        self.here, self.there = Engine(provider, nics=nics), Engine(provider, nics=nics)
+        self.here, self.there = (Engine(provider, nics=nics_of(provider)) for _ in range(2))
         self.ranks = {
             "source": import_buffers(source, timeout_s=LONG),
             "target": import_buffers(target, timeout_s=LONG),

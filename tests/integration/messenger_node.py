@@ -21,6 +21,8 @@ from fabric_kv.errors import FabricKVError, PeerLostError, PeerUnreachableError
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
 from fabric_kv.sharding import CacheSpec, KVLayout, Placement
 
+from .fabrics import nics_of
+
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0
 BOUNDS = Bounds(handshake_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
@@ -43,9 +45,6 @@ def stamp(number, num_tokens):
     """Axes: layer, K/V, token, head, element."""
     shape = (LAYERS, 2, num_tokens, HEADS, DIM)
     return (np.arange(np.prod(shape), dtype=np.float32) % 65536 + 65536 * (number % 128)).reshape(shape)
-
-
-NICS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]  # all of them the loopback
 
 
 def tail_of(number):
@@ -71,7 +70,7 @@ class PrefillNode:
         self.pages, self.queue = {}, []
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
         self.word = None  # to bump it, as a GPU would, instead of calling layer_done
-        self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
+        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
         tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
@@ -168,7 +167,7 @@ class DecodeNode:
     def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
-        self.engine = Engine(provider, nics=NICS[:num_nics] if provider == "tcp" else [], options=OPTIONS)
+        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
         self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)

@@ -71,7 +71,7 @@ class House:
         self._record_events()
         self.engine.on_peer_lost(self._on_lost)
         self.engine.on_message(lambda sender, payload: self.messages.append((sender, payload)))
-        address = self.other.call(command, self.provider.name, self.provider.nics, **PATIENT)
+        address = self.other.call(command, self.provider.name, self.provider.peer_nics, **PATIENT)
         self.other_peer = self.engine.add_peer(address, monitor=True)
         self.other.call("add_peer", self.engine.address, True)
         self.other_sink = RemoteRegion.from_bytes(self.other.call("prepare", 0)[1])

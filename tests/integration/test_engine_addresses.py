@@ -164,7 +164,9 @@ def test_addresses_that_cannot_be_advertised_are_refused(by_ip: str, advertise: 
         Engine(by_ip, nics=[HOST], options=EngineOptions(advertise=advertise))
 
 
-@pytest.mark.parametrize("nic", ["127.0.0.1:x", "127.0.0.1:", "127.0.0.1:123456", "[::1", "[127.0.0.1]x", ":7000"])
+@pytest.mark.parametrize(
+    "nic", ["127.0.0.1:x", "127.0.0.1:", "127.0.0.1:123456", "127.0.0.1:65536", "[::1", "[127.0.0.1]x", ":7000"]
+)
 def test_what_is_no_address_is_looked_for_among_names(by_ip: str, nic: str) -> None:
     with pytest.raises(ConfigError, match="matches nothing that provider"):
         Engine(by_ip, nics=[nic])

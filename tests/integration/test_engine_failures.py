@@ -16,10 +16,12 @@ from fabric_kv.regions import RemoteRegion
 from fabric_kv.transfers import Transfer
 
 from .engine_peer import LONG, Node, PeerProcess, stamp
+from .fabrics import SLOWER
 
 MIB = 1 << 20
+LARGE = 32 * MIB // SLOWER
 # Lost after half a second of silence; before the first sign of life after two.
-WATCHFUL = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10, "connect_s": 2.0}
+WATCHFUL = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10 * SLOWER, "connect_s": 2.0 * SLOWER}
 
 
 def rail_busy_ns(node: Node) -> int:
@@ -39,7 +41,7 @@ def pair(make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess]) 
 
 def write_much(node: Node, remote: RemoteRegion, count: int = 8) -> list[Transfer]:
     region = node.regions["memory"]
-    return [node.engine.write(node.peer, region, 0, remote, 0, 32 * MIB) for _ in range(count)]
+    return [node.engine.write(node.peer, region, 0, remote, 0, LARGE) for _ in range(count)]
 
 
 def close_within_bounds(node: Node) -> float:
@@ -60,8 +62,8 @@ def check_ends(transfers: list[Transfer]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_is_gone_in_the_middle_of_our_writes(pair: tuple[Node, PeerProcess], number: int) -> None:
     node, peer = pair
-    remote = RemoteRegion.from_bytes(peer.call("register", 32 * MIB))
-    node.register(32 * MIB)
+    remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
+    node.register(LARGE)
     transfers = write_much(node, remote)
     peer.signal(number)
     transfers += write_much(node, remote)
@@ -75,10 +77,10 @@ def test_a_peer_that_is_gone_in_the_middle_of_our_writes(pair: tuple[Node, PeerP
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_is_gone_in_the_middle_of_its_writes(pair: tuple[Node, PeerProcess], number: int) -> None:
     node, peer = pair
-    here = node.register(32 * MIB)
-    peer.call("register", 32 * MIB)
+    here = node.register(LARGE)
+    peer.call("register", LARGE)
     counter = node.engine.counter(unit_bytes=MIB, expected_units=1 << 40)
-    peer.call("flood", here, 32 * MIB, 64, counter.token)
+    peer.call("flood", here, LARGE, 64, counter.token)
     deadline = time.monotonic() + LONG
     while counter.received == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -96,15 +98,13 @@ def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
 ) -> None:
     node = make_node()
     peer = make_peer(node)
-    remote = RemoteRegion.from_bytes(peer.call("register", 32 * MIB))
-    node.register(32 * MIB)
-    node.put(0, stamp(7, 32 * MIB).tobytes())
-    token = peer.call("count", 1 << 16, 4 * 512)
+    remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
+    node.register(LARGE)
+    node.put(0, stamp(7, LARGE).tobytes())
+    token = peer.call("count", 1 << 16, 4 * LARGE >> 16)
     peer.call("wait_transfers")
     peer.signal(signal.SIGSTOP)
-    transfers = [
-        node.engine.write(node.peer, node.regions["memory"], 0, remote, 0, 32 * MIB, token=token) for _ in "1234"
-    ]
+    transfers = [node.engine.write(node.peer, node.regions["memory"], 0, remote, 0, LARGE, token=token) for _ in "1234"]
     with pytest.raises(TimeoutError):
         transfers[-1].result(0.1)
     # What is in flight counts as such while it is, and not only once it has ended.
@@ -116,7 +116,7 @@ def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
     for transfer in transfers:
         transfer.result(LONG)
     peer.call("wait_counter")
-    assert peer.call("get", 0, 32 * MIB) == stamp(7, 32 * MIB).tobytes()
+    assert peer.call("get", 0, LARGE) == stamp(7, LARGE).tobytes()
 
 
 @pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)  # shm completes in order, over all peers
@@ -128,15 +128,15 @@ def test_the_others_do_not_notice(
     node = make_node(**WATCHFUL)
     victim = make_peer(node, monitor=True, **WATCHFUL)
     lost_peer = node.peer
-    lost_remote = RemoteRegion.from_bytes(victim.call("register", 32 * MIB))
+    lost_remote = RemoteRegion.from_bytes(victim.call("register", LARGE))
     other = make_peer(node, monitor=True, **WATCHFUL)
     remote = other.call("register", MIB)
     other.call("echo")
-    node.register(32 * MIB)
+    node.register(LARGE)
     region = node.regions["memory"]
     victim.signal(number)
     for _ in range(40):
-        node.engine.write(lost_peer, region, 0, lost_remote, 0, 32 * MIB)
+        node.engine.write(lost_peer, region, 0, lost_remote, 0, LARGE)
         node.engine.send(lost_peer, bytes(MIB))
     for round_ in range(20):
         token = other.call("count", 4096, 256)
@@ -173,20 +173,20 @@ def test_a_restarted_peer_is_another_one(make_node: Callable[..., Node], make_pe
 
 def test_close_with_work_in_flight_gives_the_memory_back(node: Node, peer: PeerProcess) -> None:
     """After close() nothing of ours is read any more: what arrives is what was there before."""
-    remote = RemoteRegion.from_bytes(peer.call("register", 32 * MIB))
-    node.register(32 * MIB, 1)
+    remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
+    node.register(LARGE, 1)
     transfers = write_much(node, remote)
     node.close()
     node.fill(2)
     check_ends(transfers)
     # Whatever is still on its way has been read before.
     for _ in range(20):
-        assert b"\x02" not in peer.call("get", 0, 32 * MIB)
+        assert b"\x02" not in peer.call("get", 0, LARGE)
 
 
 def test_a_peer_that_closes_leaves_us_able_to_close(node: Node, peer: PeerProcess) -> None:
-    remote = RemoteRegion.from_bytes(peer.call("register", 32 * MIB))
-    node.register(32 * MIB)
+    remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
+    node.register(LARGE)
     transfers = write_much(node, remote)
     peer.call("close")
     transfers += write_much(node, remote)
@@ -195,10 +195,10 @@ def test_a_peer_that_closes_leaves_us_able_to_close(node: Node, peer: PeerProces
 
 
 def test_both_close_at_once(node: Node, peer: PeerProcess) -> None:
-    remote = RemoteRegion.from_bytes(peer.call("register", 32 * MIB))
-    here = node.register(32 * MIB)
+    remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
+    here = node.register(LARGE)
     transfers = write_much(node, remote)
-    peer.call("flood", here, 32 * MIB, 8)
+    peer.call("flood", here, LARGE, 8)
     peer.start("close")
     assert close_within_bounds(node) < 10
     peer.finish()

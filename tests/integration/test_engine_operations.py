@@ -1,4 +1,4 @@
-"""Reads, flushes, scatter, signals, barriers, notifications and deadlines, over every software provider."""
+"""Reads, flushes, scatter, signals, barriers, notifications and deadlines, over every provider."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import pytest
 
 from fabric_kv import ConfigError, Engine, EngineOptions, PagePiece, RemoteRegion, TransferError, TransferTimeoutError
 
+from .fabrics import nics_of, with_rdma
+
 PAGE = 10_000
 NUM_PAGES = 40
 
 
 def open_engine(provider: str, num_nics: int = 1, **options: int) -> Engine:
-    nics = [] if provider == "shm" else [f"127.0.0.{i + 1}" for i in range(num_nics)]
-    return Engine(provider, nics=nics, options=EngineOptions(**options))  # type: ignore[arg-type]
+    return Engine(provider, nics=nics_of(provider, num_nics), options=EngineOptions(**options))  # type: ignore[arg-type]
 
 
 def stamped(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (NUM_PAGES, PAGE), np.uint8)
 
 
-@pytest.fixture(params=["tcp", "net", "shm"])
+@pytest.fixture(params=with_rdma("tcp", "net", "shm"))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     with open_engine(request.param) as a, open_engine(request.param) as b:
         yield a, b

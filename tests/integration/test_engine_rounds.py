@@ -103,7 +103,7 @@ class Round:
 
     def meet(self, command: str) -> Peer:
         provider = self.house.provider
-        address = self.victim.call(command, provider.name, provider.nics, **WATCHFUL)
+        address = self.victim.call(command, provider.name, provider.peer_nics, **WATCHFUL)
         self.remote, self.sink = map(RemoteRegion.from_bytes, self.victim.call("prepare", self.stamp))
         peer = self.engine.add_peer(address, monitor=True)
         self.known_s = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from .child import ChildProcess
+from .fabrics import with_rdma
 from .memory_node import PAGES
 
 
@@ -30,7 +31,7 @@ class World(NamedTuple):
         return [[layer[page] for page in order] for layer in source] == list(target)
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=with_rdma("tcp", "shm"))
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     paths = [str(tmp_path / name) for name in ("source", "target")]
     ranks = [ChildProcess("memory_node", "rank", path, str(seed)) for seed, path in enumerate(paths)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from .child import LONG, ChildProcess
+from .fabrics import with_rdma
 from .shm_queue import stop_without_locks
 
 COUNT = int(os.environ.get("FABRIC_KV_STORM", "150"))  # requests of each decode process
@@ -99,7 +100,7 @@ class Cluster:
                 left.unlink()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=with_rdma("tcp", "shm"))
 def cluster(request, seed):
     cluster = Cluster(request.param, seed)
     yield cluster

@@ -9,6 +9,8 @@ No wait in this package is without one of these bounds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from .errors import ConfigError
@@ -83,9 +85,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_peer_registrations: int = 4096
     device_memory: bool = False
     num_counters: int = 65536
-    advertise: dict[str, str] = {}
+    advertise: Mapping[str, str] = {}
+
+    def __hash__(self) -> int:
+        values = (getattr(self, name) for name in self.__struct_fields__ if name != "advertise")
+        return hash((*values, *sorted(self.advertise.items())))
 
     def __post_init__(self) -> None:
+        for name in (*self.advertise, *self.advertise.values()):
+            if not isinstance(name, str):
+                raise ConfigError(f"advertise={dict(self.advertise)!r} must map strings to strings")
         if self.progress not in PROGRESS_MODES:
             raise ConfigError(f"progress={self.progress!r} is not one of {PROGRESS_MODES}")
         if self.progress_threads not in PROGRESS_THREADS:

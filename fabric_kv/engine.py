@@ -76,9 +76,12 @@ def _advertised(bound: list[list[bytes]], options: EngineOptions) -> tuple[tuple
         return ours
 
     addresses = tuple(tuple(told(ours) for ours in group) for group in bound)
-    if unused and options.strict:
+    if unused:
         there = [text_of(ours) or "no IP address" for group in bound for ours in group]
-        raise ConfigError(f"advertise names {sorted(unused)}, but the NICs have {there}")
+        wrong = f"advertise names {sorted(unused)}, but the NICs have {there}"
+        if options.strict:
+            raise ConfigError(wrong)
+        _log.warning("%s", wrong)  # perhaps a NIC that was left out
     return addresses
 
 
@@ -171,7 +174,7 @@ class Engine:
             self._address = EngineAddress(
                 epoch, _advertised(self._bound, options), process and ProcessIdentity(*process)
             )
-        except ConfigError:
+        except BaseException:
             self._native.close(0.0)
             raise
         self._dispatcher = Dispatcher(self._native, options)

@@ -64,8 +64,17 @@ def replaced(raw: bytes, text: str) -> bytes:
     network_port = port.to_bytes(2, "big")
     if host.version == 4:
         return _IN.pack(socket.AF_INET, network_port, host.packed)
-    scope = getattr(host, "scope_id", None)
-    return _IN6.pack(socket.AF_INET6, network_port, 0, host.packed, socket.if_nametoindex(scope) if scope else 0)
+    return _IN6.pack(socket.AF_INET6, network_port, 0, host.packed, _scope_of(text, host))
+
+
+def _scope_of(text: str, host: ipaddress.IPv6Address) -> int:
+    scope = host.scope_id
+    if scope is None:
+        return 0
+    try:
+        return int(scope) if scope.isdecimal() else socket.if_nametoindex(scope)
+    except OSError:
+        raise ConfigError(f"cannot advertise {text!r}: there is no interface {scope!r}") from None
 
 
 def _parse(raw: bytes) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:

@@ -69,7 +69,7 @@ def as_pages(name: str, pages: Any) -> _native.PageList:
 
         _to_native = _native.PageList
     array = pages if type(pages) is np.ndarray else np.asarray(pages)
-    if (array.dtype is _INT64 or array.dtype is _INT32) and array.ndim == 1:
+    if (array.dtype is _INT64 or array.dtype is _INT32) and array.ndim == 1 and array.flags.aligned:
         return _to_native(array)
     if array.ndim != 1:
         raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")

@@ -56,7 +56,8 @@ class DecodeMessenger(DecodeRequests):
     bounds : Bounds
     layers_per_group : int, optional
         Count groups of so many layers by themselves, so that ``RequestHandle.layers_ready`` says how far a request is.
-        Each costs a counter for each rank and request. By default all layers are one group.
+        Each costs a counter for each rank and request, and on the prefill side a transfer for each chunk. By default
+        all layers are one group.
 
     Notes
     -----
@@ -118,10 +119,13 @@ class DecodeMessenger(DecodeRequests):
                 pages_clean=True,
                 reason="peer_lost",
             )
-        for region in (region for rank in self._regions for region in rank):
-            if region.lost is not None:
-                raise copy(region.lost)
         check_page_lists(peer.plan, fetching.dp, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
+        for rank, regions in enumerate(self._regions):
+            if self._spec.placement.coords(rank).dp != fetching.dp:
+                continue
+            for region in regions:
+                if region.lost is not None:
+                    raise copy(region.lost)
         self._check_not_poisoned(fetching)
         with self._lock:
             if self._num_requests >= MAX_OPEN_REQUESTS:
@@ -218,20 +222,17 @@ class DecodeMessenger(DecodeRequests):
         plan, tails = fetching.peer.plan, self._tails
         if tails is not None:
             fetching.tail_slot = tails.acquire()
-        placement, groups = self._spec.placement, range(len(self._layers))
-        expected = [
-            plan.expected_units(
-                rank,
+        expected: list[int] = (
+            plan.expected_by_group(
                 fetching.source_set,
+                fetching.dp,
                 fetching.num_tokens,
                 cached=fetching.cached_tokens,
-                layers=self._layers.layers_of(group),
+                layer_ends=self._layers.ends,
             )
-            if placement.coords(rank).dp == fetching.dp
-            else 0
-            for rank in range(placement.num_ranks)
-            for group in groups
-        ]
+            .ravel()
+            .tolist()
+        )
         expected.append(0 if tails is None else -(-tails.write_bytes // plan.unit_bytes))
         waiting = 0
         for index, units in enumerate(expected):

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..config import Bounds
 from ..errors import ClosedError, FabricKVError, PeerUnreachableError, ProtocolError, RequestFailedError
 from ..sharding import CacheSpec
 from ..transfers import Fence
 from . import wire
 from .actor import Actor
-from .fetch import Fetch, FetchEffect, FetchEvent, fetch_step
+from .fetch import FetchEffect, FetchEvent, fetch_step
 from .handle import RequestResult
 from .layers import LayerGroups
 from .poison import PoisonBook, PoisonedPages
@@ -94,8 +96,8 @@ class DecodeRequests(DecodePeers):
         peer = fetching.peer
         if self._closing or not peer.alive:
             # Never sent, so nothing can land.
-            fetching.fetch = Fetch(
-                waiting=0,
+            fetching.fetch = msgspec.structs.replace(
+                fetching.fetch,
                 phase=RequestState.CLOSED if self._closing else RequestState.PEER_LOST,
                 reason="the messenger is closing" if self._closing else f"{peer._gone}, before it was sent",
                 pages_clean=True,

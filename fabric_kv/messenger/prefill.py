@@ -99,8 +99,9 @@ class PrefillMessenger(PrefillRequests):
         Raises
         ------
         ConfigError
-            If a chunk names a request that never was, does not follow the one before, or holds a page that does not
-            exist, or the watch is another engine's. Nothing has been prepared then.
+            If a chunk names a request that never was, or was preempted and is not quiet; does not follow the one
+            before, or holds a page that does not exist; or the watch is another engine's. Nothing has been prepared
+            then, of any chunk.
         """
         if watch is not None and watch._engine is not self._engine:
             raise ConfigError("the watch was made by another engine")
@@ -111,12 +112,16 @@ class PrefillMessenger(PrefillRequests):
             )
         with self._poster.lock:
             active = self._active_chunks(chunks)
+            before = {serving: serving.num_preemptions for serving, _ in active}
         submissions: list[Submission] = []
         for serving, chunk in active:
             submissions += serving.plan_chunk(chunk)
         with self._poster.lock:
             # Again, since another thread may have been here meanwhile.
             active = self._active_chunks(chunks)
+            for serving, _ in active:
+                if serving.num_preemptions != before.get(serving):
+                    raise ConfigError(f"{serving.key_text}: it was preempted while its step was begun")
             for serving, chunk in active:
                 serving.next_token, serving.src_dp = chunk.end, chunk.dp
                 serving.planned_tokens = max(serving.planned_tokens, chunk.end)
@@ -223,6 +228,7 @@ class PrefillMessenger(PrefillRequests):
             if serving.on_quiet is not None:
                 raise ConfigError(f"{serving.key_text} was preempted before, and is not quiet yet")
             serving.on_quiet = on_quiet
+            serving.num_preemptions += 1
             serving.next_token = None
             serving.timeline.note("Preempt", self._actor.now())
         self._actor.post(partial(self._tell_if_quiet, serving))

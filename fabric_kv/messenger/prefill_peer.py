@@ -242,6 +242,7 @@ class DecodePeers(Messenger):
                     peer=peer.epoch.hex(),
                 )
             peer.plan = plan_transfer(CacheSpec.from_bytes(reply.spec), self._spec)
+            peer.plan.expected_by_group(0, 0, 1, layer_ends=self._layers.ends)  # now, or refused
             peer._picker = SourcePicker(peer.plan.num_source_sets)
         except FabricKVError as error:
             self._give_up(peer, error)

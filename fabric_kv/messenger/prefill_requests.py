@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config import Admission, Bounds
-from ..errors import ConfigError, FabricKVError
+from ..errors import ConfigError, FabricKVError, ProtocolError
 from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
@@ -93,6 +93,8 @@ class PrefillRequests(PrefillSessions):
             self._check_room(session)
             serving = session.read_request(message)
             self._check_room(session, serving.nbytes)
+            if serving.request.key in self._serving:
+                raise ProtocolError("the same submission of an earlier session has not ended yet")
         except FabricKVError as error:
             self._counts["rejected"] += 1
             session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS]))

@@ -34,6 +34,8 @@ __all__ = ["PrefillSessions"]
 
 _log = logging.getLogger("fabric_kv.messenger")
 
+# How long an answer waits for the connections of all NICs.
+CONNECT_RAILS_S = 0.5
 # Refusals that have not left yet; keeps what strangers can make us hold bounded.
 MAX_PARTING = 4096
 
@@ -65,8 +67,8 @@ class PrefillSessions(Messenger):
 
     def _on_hello(self, epoch: bytes, hello: wire.Hello) -> None:
         old = self._sessions.get(epoch)
-        if old is not None and hello.session <= old.number:
-            self._counts["late"] += 1  # A duplicate: it was answered.
+        if old is not None and hello.session <= max(old.number, old.seen.highest):
+            self._counts["late"] += 1  # A duplicate: it was answered. Or a lie: numbers only grow.
             return
         if old is not None:
             # Decode gave the old session up, or it would not have begun a new one.
@@ -125,8 +127,8 @@ class PrefillSessions(Messenger):
             if not waiting:
                 answer()
 
-        # Well before the other side gives up waiting for our answer.
-        timer = self._actor.after(self._bounds.handshake_s / 2, late)
+        # Well before the other side gives up waiting for our answer, whatever its bounds are.
+        timer = self._actor.after(min(CONNECT_RAILS_S, self._bounds.handshake_s / 2), late)
         if not waiting:
             answer()
         for transfer in open_:

@@ -72,6 +72,7 @@ class Serving(Outflow):
         self.src_dp = 0  # where the chunks since the first one, or a preemption, are computed
         # Tokens that are written or will be. More than `next_token` while a preempted request is computed again.
         self.planned_tokens = 0
+        self.num_preemptions = 0
         self.on_quiet: Callable[[], object] | None = None  # It was preempted, and its writes are not retired yet.
         self.last_chunk_seen = False
         self.finished = False

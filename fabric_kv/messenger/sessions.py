@@ -94,6 +94,7 @@ class Session:
             check_regions(theirs, [[region.nbytes for region in rank] for rank in regions], "the decode side")
             num_layers = theirs.layout.num_layers
             layers = LayerGroups(hello.layer_ends or [num_layers], num_layers)
+            plan.expected_by_group(0, 0, 1, layer_ends=layers.ends)  # now, or refused
             tail_region = None if hello.tail is None else RemoteRegion.from_bytes(hello.tail.region)
             for region in (*(r for rank in regions for r in rank), *(() if tail_region is None else (tail_region,))):
                 if region.epoch != link.peer.epoch:
@@ -133,22 +134,16 @@ class Session:
             )
         if self.tail is not None and message.tail_slot is not None and message.tail_slot >= self.tail.num_slots:
             raise ProtocolError(f"tail slot {message.tail_slot} is out of range: there are {self.tail.num_slots}")
-        counters, total_units = message.counters, 0
+        counters = message.counters
         num_ranks, num_groups = self.plan.dst.placement.num_ranks, len(self.layers)
         if len(counters) != num_ranks * num_groups:
             raise ProtocolError(f"{len(counters)} counters for {num_ranks} decode ranks and {num_groups} layer groups")
-        for index, token in enumerate(counters):
+        expected = self.plan.expected_by_group(
+            message.source_set, message.dp, int(tokens.size), cached=message.cached, layer_ends=self.layers.ends
+        )
+        total_units = int(expected.sum())
+        for index, (token, units) in enumerate(zip(counters, expected.ravel().tolist(), strict=True)):
             rank, group = divmod(index, num_groups)
-            units = 0
-            if self.plan.dst.placement.coords(rank).dp == message.dp:
-                units = self.plan.expected_units(
-                    rank,
-                    message.source_set,
-                    int(tokens.size),
-                    cached=message.cached,
-                    layers=self.layers.layers_of(group),
-                )
-            total_units += units
             if (token is not None) != (units > 0):
                 raise ProtocolError(
                     f"decode rank {rank} must {'' if units else 'not '}have a counter for layer group {group}"

@@ -234,6 +234,11 @@ class SeenWindow:
         """Whether the number can belong to this session at all."""
         return self._first <= number < self._low + self._span
 
+    @property
+    def highest(self) -> int:
+        """The highest number that was seen; one less than the first if there was none."""
+        return max(self._above, default=self._low - 1)
+
     def __contains__(self, number: int) -> bool:
         return self._first <= number < self._low or number in self._above
 

@@ -196,8 +196,11 @@ def _round_up(nbytes: int) -> int:
 def _make_place(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int) -> _Place:
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise ConfigError(f"tail {name!r}: a name is a printable string of 1 to {MAX_NAME_CHARS} characters")
-    if dtype.hasobject or dtype.itemsize == 0 or dtype.names is not None:
-        raise ConfigError(f"tail {name!r}: {dtype} cannot travel: it needs a plain fixed-size dtype")
+    if dtype.hasobject or dtype.itemsize == 0 or dtype.kind == "V":
+        raise ConfigError(
+            f"tail {name!r}: {dtype} cannot travel: it needs a dtype of NumPy's own, of fixed size. Hint: view bfloat16"
+            " as uint16, float8 as uint8"
+        )
     nbytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=1) < 0 or len(shape) > 8 or not 1 <= nbytes <= MAX_TAIL_BYTES:
         raise ConfigError(

@@ -59,7 +59,7 @@ MAX_GROUPS = 256
 MAX_RANKS = 1024
 MAX_REGIONS = 16384
 MAX_TAIL_FIELDS = 64
-MAX_COUNTERS = 65536  # of a request
+MAX_COUNTERS = 16384  # of a request
 
 Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkWrites", "PageLists", "RankWrites", "SessionWrites"]
 
-# Combinations of source set and replicas that are remembered.
-MAX_REMEMBERED = 256
+# Pieces that a session remembers, of all combinations of source set and replicas; one combination is always kept.
+MAX_REMEMBERED = 1 << 17
 
 PageLists = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 _NO_PAGES = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -59,6 +59,11 @@ class RankWrites:
         self.sources: set[tuple[int, int]] = set()
         self._pieces: list[PreparedPiece] = []
         self._prepared: Prepared | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of all layers."""
+        return len(self._pieces)
 
     def add(self, layer: int, group: int, kind: int, src_rank: int, piece: PreparedPiece) -> None:
         """One more piece, of a layer that is not before that of the last one."""
@@ -160,9 +165,10 @@ class SessionWrites:
         found = self._remembered.get(key)
         if found is None:
             found = self._work_out(*key)
-            if len(self._remembered) >= MAX_REMEMBERED:
-                self._remembered.clear()
             self._remembered[key] = found
+            excess = sum(rank.num_pieces for each in list(self._remembered.values()) for rank in each) - MAX_REMEMBERED
+            while excess > 0 and (oldest := next(iter(self._remembered))) != key:
+                excess -= sum(rank.num_pieces for rank in self._remembered.pop(oldest, []))
         return found
 
     def _work_out(self, source_set: int, src_dp: int, dst_dp: int) -> list[RankWrites]:

@@ -57,6 +57,7 @@ class Cutter:
         self._dst_shapes = Shapes(dst)
         self._placed: dict[tuple[int, int, int, int, _Active], tuple[Fragment, ...]] = {}
         self._cuts: dict[tuple[int, int, int, _Overlaps, _Active], list[Cut]] = {}
+        self._units: dict[tuple[int, int, int, _Overlaps, _Active, int], tuple[int, ...]] = {}
         self._overlap_cache: dict[tuple[int, int, int], _Overlaps] = {}
         self._check_replicas()
 
@@ -81,6 +82,25 @@ class Cutter:
                 cuts = self._cut(*shapes, src, dst, overlaps, active)
                 found = tuple(_place(cut, src, dst) for cut in cuts)
             self._placed[key] = found
+        return found
+
+    def units(
+        self, src_rank: int, dst_rank: int, group: int, layer: int, active: _Active, unit_bytes: int
+    ) -> tuple[int, ...]:
+        """Units that a piece of each kind brings; nothing where either rank lacks the layer."""
+        src_shape = self._src_shapes.number[src_rank].get((group, layer))
+        dst_shape = self._dst_shapes.number[dst_rank].get((group, layer))
+        if src_shape is None or dst_shape is None:
+            return ()
+        overlaps = self._overlaps(src_rank, dst_rank, group)
+        key = (group, src_shape, dst_shape, overlaps, active, unit_bytes)
+        found = self._units.get(key)
+        if found is None:
+            src, dst = self._src_shapes.memory[src_rank][group, layer], self._dst_shapes.memory[dst_rank][group, layer]
+            totals = [0] * len(self._pieces[group].kinds)
+            for cut in self._cut(src_shape, dst_shape, src, dst, overlaps, active):
+                totals[cut.kind] += cut.rows * -(-cut.nbytes // unit_bytes)
+            found = self._units[key] = tuple(totals)
         return found
 
     def choose_unit(self, pairs: Iterable[tuple[int, int]]) -> int:

@@ -25,10 +25,9 @@ from .layout import check_range
 from .pages import PageMap, Pieces, Selected
 from .report import PlanCost, cost_of, explain
 from .routes import Routes
+from .units import UnitTables
 
 __all__ = ["PageWrite", "TransferPlan", "plan_transfer"]
-
-MAX_REMEMBERED = 4096  # (rank, source set) pairs whose units are kept
 
 
 class PageWrite(NamedTuple):
@@ -90,8 +89,15 @@ class TransferPlan:
         self._pieces = [Pieces.of_group(a, b) for a, b in zip(src.layout.groups, dst.layout.groups, strict=True)]
         self._cutter = Cutter(src, dst, self._pieces)
         self._groups_of_layer = [src.layout.groups_of_layer(layer) for layer in range(src.layout.num_layers)]
-        self._units: dict[tuple[int, int, range | None], list[tuple[int, ...]]] = {}
         self.unit_bytes = self._cutter.choose_unit(self._routes.all_pairs())
+        self._units = UnitTables(
+            self._cutter,
+            lambda source_set, dst_dp: self.pairs(source_set, dst_dp=dst_dp),
+            self._routes.active_parts,
+            dst.placement.num_ranks,
+            [len(pieces.kinds) for pieces in self._pieces],
+            self.unit_bytes,
+        )
 
     def group_of_layer(self, layer: int) -> int:
         """The group of a layer that is in exactly one; see ``groups_of_layer``."""
@@ -210,27 +216,43 @@ class TransferPlan:
             if chosen.dst_low < 0 or chosen.dst_high >= num_dst:
                 self._refuse_page("decode", dst_rank, group, num_dst, chosen.dst_low, chosen.dst_high)
 
-    def expected_units(
-        self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0, layers: range | None = None
-    ) -> int:
-        """Units that arrive at ``dst_rank`` for a whole request: all sources, data only.
+    def expected_units(self, dst_rank: int, source_set: int, num_tokens: int, *, cached: int = 0) -> int:
+        """Units that arrive at ``dst_rank`` for a whole request: all layers, all sources, data only."""
+        check_range("dst_rank", dst_rank, 0, self.dst.placement.num_ranks - 1)
+        dp = self.dst.placement.coords(dst_rank).dp
+        return int(self.expected_by_group(source_set, dp, num_tokens, cached=cached)[dst_rank, 0])
+
+    def expected_by_group(
+        self,
+        source_set: int,
+        dst_dp: int,
+        num_tokens: int,
+        *,
+        cached: int = 0,
+        layer_ends: tuple[int, ...] | None = None,
+    ) -> NDArray[np.int64]:
+        """Units that arrive for a whole request, by decode rank and group of layers: all sources, data only.
 
         Parameters
         ----------
-        layers : range, optional
-            Count these only; by default all.
+        source_set : int
+        dst_dp : int
+            The data-parallel replica that receives it; nothing arrives at the others.
+        num_tokens, cached : int
+        layer_ends : tuple of int, optional
+            Where groups of neighbouring layers end; by default there is one of all.
+
+        Returns
+        -------
+        ndarray of int64, shape (num_ranks, num_groups)
+
+        Raises
+        ------
+        PlanError
+            If a request would be cut into absurdly many pieces.
         """
-        key = (dst_rank, source_set, layers)
-        units = self._units.get(key)
-        if units is None:
-            if len(self._units) >= MAX_REMEMBERED:
-                self._units.clear()
-            units = self._units[key] = self._units_per_piece(dst_rank, source_set, layers)
-        total = 0
-        for pieces, per_piece in zip(self._pieces, units, strict=True):
-            counts = pieces.counts(num_tokens, cached)
-            total += sum(count * each for count, each in zip(counts, per_piece, strict=True))
-        return total
+        counts = [count for pieces in self._pieces for count in pieces.counts(num_tokens, cached)]
+        return self._units.expected(source_set, dst_dp, layer_ends or (self.src.layout.num_layers,), counts)
 
     def fragments(
         self, src_rank: int, dst_rank: int, group: int, layer: int, source_set: int | None = None
@@ -255,20 +277,6 @@ class TransferPlan:
     def explain(self, source_set: int = 0, *, src_dp: int = 0, dst_dp: int = 0) -> str:
         """A table of which source rank feeds which destination rank: layers, heads, writes per page."""
         return explain(self, source_set, src_dp, dst_dp)
-
-    def _units_per_piece(self, dst_rank: int, source_set: int, layers: range | None) -> list[tuple[int, ...]]:
-        """Units that a piece of each kind brings to a rank, summed over layers and sources; for each group."""
-        dp = self.dst.placement.coords(dst_rank).dp
-        totals = [[0] * len(pieces.kinds) for pieces in self._pieces]
-        for src_rank, target in self.pairs(source_set, dst_dp=dp):
-            if target != dst_rank:
-                continue
-            for group, layer in self._cutter.source_layers(src_rank):
-                if layers is not None and layer not in layers:
-                    continue
-                for fragment in self.fragments(src_rank, dst_rank, group, layer, source_set):
-                    totals[group][fragment.kind] += fragment.rows * -(-fragment.nbytes // self.unit_bytes)
-        return [tuple(total) for total in totals]
 
     def _refuse_page(self, side: str, rank: int, group: int, num_pages: int, low: int, high: int) -> None:
         name = self.src.layout.groups[group].name

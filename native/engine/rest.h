@@ -57,7 +57,8 @@ class Rest {
     const bool spin_;
     const std::vector<Nic*> nics_;
     std::int64_t last_work_ns_ = 0;
-    int idle_wakes_ = 0;  // by a NIC's descriptor, without finding work, since the last work
+    std::int64_t nap_ns_ = 0;  // how long to sleep by the clock alone
+    int idle_wakes_ = 0;       // by a NIC's descriptor, without finding work, since the last work
     std::vector<pollfd> fds_;
     std::atomic<bool> sleeping_{false};
     EventFd bell_;

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +27,23 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def at_free_port(provider: str, options: EngineOptions, host: str = HOST) -> tuple[Engine, int]:
+    """An engine at a port that was named; tried again where somebody else was given it meanwhile."""
+    for _ in range(20):
+        port = free_port()
+        try:
+            return Engine(provider, nics=[f"{host}:{port}"], options=options), port
+        except FabricError as error:
+            if "Address already in use" not in str(error):
+                raise
+    raise AssertionError("no port was free")
+
+
 class Forwarder:
     """What a NAT or a container's port map does: connections to our port go on to another."""
 
-    def __init__(self, port: int) -> None:
-        self.target = (HOST, port)
+    def __init__(self) -> None:
+        self.target = (HOST, 0)  # set before anyone knows of us
         self.num_connections = 0
         self._listener = socket.create_server((HOST, 0))
         self.port = int(self._listener.getsockname()[1])
@@ -78,11 +91,12 @@ class Forwarder:
 @contextlib.contextmanager
 def hidden_engine(provider: str) -> Iterator[tuple[Engine, Forwarder]]:
     """An engine that tells peers the forwarder's address."""
-    port = free_port()
-    forwarder = Forwarder(port)
+    forwarder = Forwarder()
     try:
         options = EngineOptions(advertise={HOST: f"{HOST}:{forwarder.port}"})
-        with Engine(provider, nics=[f"{HOST}:{port}"], options=options) as engine:
+        engine, port = at_free_port(provider, options)
+        forwarder.target = (HOST, port)
+        with engine:
             rail = engine.describe()["groups"][0]["rails"][0]
             assert rail["address"] == f"{HOST}:{port}"
             assert rail["advertised"] == f"{HOST}:{forwarder.port}"
@@ -139,14 +153,18 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("nic", ["::1", "[::1]", "[::1]:{port}"])
 def test_ipv6_addresses_may_be_written_either_way(by_ip: str, nic: str) -> None:
-    wanted = free_port()
-    with Engine(by_ip, nics=[nic.format(port=wanted)], options=EngineOptions(advertise={"::1": "2001:db8::7"})) as e:
+    options = EngineOptions(advertise={"::1": "2001:db8::7"})
+    wanted = 0
+    if "{port}" in nic:
+        engine, wanted = at_free_port(by_ip, options, "[::1]")
+    else:
+        engine = Engine(by_ip, nics=[nic], options=options)
+    with engine as e:
         rail = e.describe()["groups"][0]["rails"][0]
         port = rail["address"].rpartition(":")[2]
         assert rail["address"] == f"[::1]:{port}"
         assert rail["advertised"] == f"[2001:db8::7]:{port}"
-        if "{port}" in nic:
-            assert int(port) == wanted
+        assert wanted in (0, int(port))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +175,7 @@ def test_ipv6_addresses_may_be_written_either_way(by_ip: str, nic: str) -> None:
         ({HOST: "203.0.113.7:70000"}, "port 70000 is out of range"),
         ({HOST: "203.0.113.7:0"}, "port 0 is out of range"),
         ({HOST: "[203.0.113.7"}, "neither an IP address"),
+        ({HOST: "fe80::1%nosuch"}, "there is no interface 'nosuch'"),
     ],
 )
 def test_addresses_that_cannot_be_advertised_are_refused(by_ip: str, advertise: dict[str, str], message: str) -> None:
@@ -165,11 +184,38 @@ def test_addresses_that_cannot_be_advertised_are_refused(by_ip: str, advertise: 
 
 
 @pytest.mark.parametrize(
-    "nic", ["127.0.0.1:x", "127.0.0.1:", "127.0.0.1:123456", "127.0.0.1:65536", "[::1", "[127.0.0.1]x", ":7000"]
+    "nic",
+    [
+        "127.0.0.1:x",
+        "127.0.0.1:",
+        "127.0.0.1:123456",
+        "127.0.0.1:65536",
+        "127.0.0.1:99999",
+        "[::1",
+        "[127.0.0.1]x",
+        ":7000",
+    ],
 )
 def test_what_is_no_address_is_looked_for_among_names(by_ip: str, nic: str) -> None:
     with pytest.raises(ConfigError, match="matches nothing that provider"):
         Engine(by_ip, nics=[nic])
+
+
+@pytest.mark.parametrize("advertise", [{HOST: 5}, {HOST: None}, {5: HOST}])
+def test_what_is_no_text_is_refused(advertise: Any) -> None:
+    with pytest.raises(ConfigError, match="must map strings to strings"):
+        EngineOptions(advertise=advertise)
+
+
+def test_options_can_be_compared_and_hashed() -> None:
+    a, b = (EngineOptions(advertise={HOST: name}) for name in ("203.0.113.7", "203.0.113.8"))
+    assert len({a, b, EngineOptions(advertise={HOST: "203.0.113.7"}), EngineOptions()}) == 3
+
+
+def test_a_lenient_engine_says_which_names_no_nic_has(by_ip: str, caplog: pytest.LogCaptureFixture) -> None:
+    options = EngineOptions(advertise={"10.0.0.1": "203.0.113.7"}, strict=False)
+    with Engine(by_ip, nics=[HOST], options=options):
+        assert "advertise names ['10.0.0.1']" in caplog.text
 
 
 def test_shared_memory_has_no_other_address() -> None:
@@ -178,9 +224,10 @@ def test_shared_memory_has_no_other_address() -> None:
 
 
 def test_one_port_of_several_rails_may_be_mapped(by_ip: str) -> None:
-    ports = [free_port(), free_port()]
-    options = EngineOptions(advertise={f"{HOST}:{ports[1]}": "203.0.113.7:7001"})
-    with Engine(by_ip, nics=[f"{HOST}:{port}" for port in ports], options=options) as engine:
+    mapped, port = at_free_port(by_ip, EngineOptions())
+    mapped.close()
+    options = EngineOptions(advertise={f"{HOST}:{port}": "203.0.113.7:7001"})
+    with Engine(by_ip, nics=[HOST, f"{HOST}:{port}"], options=options) as engine:
         rails = engine.describe()["groups"][0]["rails"]
-        assert [rail["advertised"] for rail in rails] == [f"{HOST}:{ports[0]}", "203.0.113.7:7001"]
+        assert [rail["advertised"] for rail in rails] == [rails[0]["address"], "203.0.113.7:7001"]
         assert len(EngineAddress.from_bytes(engine.address).groups[0]) == 2

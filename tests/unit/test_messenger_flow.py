@@ -16,6 +16,7 @@ from fabric_kv.errors import (
     WouldBlockError,
 )
 from fabric_kv.messenger import Chunk, Reject, Request, RequestKey, RequestState, wire
+from fabric_kv.messenger.serving import Serving
 
 from .messenger_sim import LAYERS, Sim
 
@@ -81,6 +82,29 @@ def test_one_group_of_layers_is_ready_at_once_or_not(seed):
         assert sim.step()
         seen.add(fetch.handle.layers_ready())
     assert seen == {0, LAYERS}
+
+
+def test_no_layer_of_a_request_that_was_never_sent_is_ready(seed):
+    sim = Sim(seed, layers_per_group=1)
+    fetch = sim.submit(8)
+    sim.peer._gone = "lost"
+    sim.settle()
+    assert fetch.handle.poll() is RequestState.PEER_LOST
+    assert fetch.handle.layers_ready() == 0
+
+
+def test_a_rank_that_is_gone_takes_its_own_replica_along(seed):
+    sim = Sim(seed, decode_dp=3)
+    sim.decode._regions[2][0]._lost = SharingError("rank 2 is gone")
+    pages = [np.array([sim.dst_free.pop()])]
+    with pytest.raises(SharingError, match="rank 2 is gone"):
+        sim.decode.submit(sim.peer, Request(request_id="r", tokens=[1], pages=pages, dp=2))
+    handles = [
+        sim.decode.submit(sim.peer, Request(request_id="r", tokens=[1], pages=pages, dp=dp, params=bytes(4)))
+        for dp in (0, 1)
+    ]
+    sim.run(lambda: all(handle.done() for handle in handles))
+    assert [handle.poll() for handle in handles] == [RequestState.READY] * 2
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -450,6 +474,35 @@ def test_a_preempted_request_that_ends_is_not_called_quiet(seed, end):
     sim.prefill.preempt(job.request.key, lambda: said.append("quiet"))
     sim.settle()
     assert said == []
+    sim.check_all()
+    sim.check_nothing_left()
+
+
+def test_a_step_that_is_begun_while_its_request_is_preempted_is_refused(seed, monkeypatch):
+    """On another thread, while the step is worked out: its pages are the scheduler's again before it is posted."""
+    sim = Sim(seed)
+    fetch = sim.submit(8)
+    sim.scheduler.pause = True
+    sim.run(lambda: sim.scheduler.jobs)
+    (job,) = sim.scheduler.jobs.values()
+    key, said, plan_chunk = job.request.key, [], Serving.plan_chunk
+
+    def plan_and_preempt(serving, chunk):
+        submissions = plan_chunk(serving, chunk)
+        sim.prefill.preempt(key, lambda: said.append("quiet"))
+        sim.prefill_actor.run()
+        return submissions
+
+    monkeypatch.setattr(Serving, "plan_chunk", plan_and_preempt)
+    with pytest.raises(ConfigError, match="was preempted while its step was begun"):
+        sim.prefill.begin_step([Chunk(key, 0, 4, [job.pages])])
+    monkeypatch.undo()
+    assert said == ["quiet"]
+    (state,) = sim.prefill.state()["requests"]
+    assert (state["writes_in_flight"], state["writes_waiting"], state["tokens_planned"]) == (0, 0, 0)
+    sim.scheduler.pause = False
+    sim.run(fetch.handle.done)
+    assert fetch.result
     sim.check_all()
     sim.check_nothing_left()
 

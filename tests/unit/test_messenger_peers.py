@@ -16,13 +16,15 @@ from fabric_kv.errors import (
     TransferError,
     WouldBlockError,
 )
-from fabric_kv.messenger import DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
+from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.messenger.peers import Link
+from fabric_kv.messenger.prefill_sessions import CONNECT_RAILS_S
 from fabric_kv.regions import CounterToken, EngineAddress
+from fabric_kv.sharding import units
 from fabric_kv.testing import MemoryFabric
 
-from .messenger_sim import BOUNDS, CANARY, SPOILT, TAIL, Sim, ToyScheduler, make_cache
+from .messenger_sim import BOUNDS, CANARY, LAYERS, SPOILT, TAIL, Sim, ToyScheduler, make_cache
 
 
 def another_decode(sim, *, tails=True, heads=3, layers=2, page_tokens=4):
@@ -69,7 +71,7 @@ def test_nics_that_cannot_be_connected_beforehand_do_not_keep_peers_apart(seed, 
 
     engine.connect_rails = connect_rails
     sim.peer = sim.connect()
-    assert sim.clock[0] == (sim.bounds.handshake_s / 2 if trouble == "silence" else 0.0)
+    assert sim.clock[0] == (CONNECT_RAILS_S if trouble == "silence" else 0.0)
     assert any("beforehand" in record.message or "the cable is out" in record.message for record in caplog.records)
     still_works(sim)
 
@@ -89,6 +91,13 @@ def test_a_peer_that_is_lost_while_nics_connect_is_not_answered(seed):
     with pytest.raises(PeerUnreachableError, match="did not answer"):
         future.result(0)
     assert sim.prefill.state()["peers"] == {}
+
+
+def test_caches_of_absurdly_many_pieces_are_refused(seed, monkeypatch):
+    monkeypatch.setattr(units, "MAX_PIECES", LAYERS)
+    Sim(seed)
+    with pytest.raises(PlanError, match=f"cut into more than {LAYERS} pieces"):
+        Sim(seed, prefill_tp=3)
 
 
 def test_layouts_that_do_not_fit_are_refused_field_by_field(seed):
@@ -386,6 +395,32 @@ def test_requests_that_cannot_be_are_rejected_with_value_and_limit(sim, liar, ch
     assert isinstance(answer, wire.Reject)
     assert reason in answer.reason
     assert not sim.scheduler.offered
+    still_works(sim)
+
+
+def test_numbers_of_a_session_only_grow(sim, liar):
+    """Or the same submission would come again while the first one's writes are in flight."""
+    liar.hello(session=10)
+    sim.scheduler.pause = True
+    assert liar.request(generation=11) == wire.Accept(11)
+    sim.fabric.hold_writes = True
+    (key,) = sim.scheduler.jobs
+    pages = sim.scheduler.jobs[key].pages
+    step = sim.prefill.begin_step([Chunk(key, 0, 8, [pages], final=True)])
+    for layer in range(LAYERS):
+        sim.prefill.layer_done(step, layer)
+    liar.hello(session=11)
+    assert sim.prefill.state()["counts"]["late"] == 1
+    # A session that was lost is forgotten, its writes are not.
+    sim.prefill._on_peer_lost(liar.engine.epoch, "test")
+    liar.hello(session=11)
+    answer = liar.request(generation=11)
+    assert answer.reason == "the same submission of an earlier session has not ended yet"
+    sim.fabric.hold_writes = False
+    sim.settle()
+    assert [failed for failed, _ in sim.scheduler.failed] == [key]
+    assert len(sim.scheduler.offered) == 1
+    sim.scheduler.pause = False
     still_works(sim)
 
 

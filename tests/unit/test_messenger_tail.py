@@ -101,6 +101,7 @@ def test_slots_rest_and_poisoned_ones_never_come_back(engine):
     [
         ({"a": (object, (3,))}, {}, "tail 'a': object cannot travel"),
         ({"a": ("V0", (3,))}, {}, "cannot travel"),
+        ({"a": ("V2", (3,))}, {}, "view bfloat16 as uint16"),
         ({"a": ([("a", "f4")], (3,))}, {}, "cannot travel"),
         ({"a": ("f4", (0,))}, {}, "is 0 bytes"),
         ({"a": ("f4", (-1,))}, {}, "must have 1 to"),

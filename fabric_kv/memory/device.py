@@ -232,6 +232,8 @@ class DeviceBuffer(SharedBuffer):
         self._check_range(offset, len(data))
         with self._driver.current(self._index):
             self._driver.call("cuMemcpyHtoD", self.address + offset, data, len(data), device=self._index)
+            # It returns when the bytes have been taken, not when they are there.
+            self._driver.call("cuCtxSynchronize", device=self._index)
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:

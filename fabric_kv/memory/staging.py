@@ -90,6 +90,9 @@ class Staging:
                     self._driver.call(
                         "cuMemcpyHtoD", device + at, host + at, nbytes, device=self._device, nbytes=nbytes
                     )
+            if not to_host:
+                # From pageable memory a copy returns when the bytes have been taken, not when they are there.
+                self._driver.call("cuCtxSynchronize", device=self._device)
         total = sum(nbytes for _, nbytes in ranges)
         self._figures.add(copies=len(ranges), bytes=total, seconds=time.perf_counter() - begun)
 

@@ -177,6 +177,14 @@ def test_a_thread_that_never_saw_cuda_has_the_context_it_needs(lib: ctypes.CDLL)
     assert done == [b"x"]
 
 
+def test_a_write_waits_until_the_bytes_are_there(lib: ctypes.CDLL) -> None:
+    """By the driver's documentation a copy from pageable memory may return before."""
+    with DeviceBuffer.allocate(1, 1 << 16) as buffer:
+        before = lib.standin_calls(b"cuCtxSynchronize")
+        buffer.write(0, b"abc")
+        assert lib.standin_calls(b"cuCtxSynchronize") == before + 1
+
+
 @pytest.mark.parametrize(("ordering", "options", "flushes"), [(0, 1, 1), (100, 1, 0), (200, 0, 0)])
 def test_writes_are_flushed_only_where_their_order_is_not_granted(
     lib: ctypes.CDLL, ordering: int, options: int, flushes: int

@@ -15,8 +15,9 @@ constexpr std::int64_t kYieldNs = 50 * kMicrosecond;
 constexpr std::int64_t kYieldOutstandingNs = 200 * kMicrosecond;
 constexpr std::int64_t kRetryNs = 100 * kMicrosecond;  // posts that were refused, although no descriptor says so
 // Where nothing wakes us but the clock we sleep for a tenth of the time in which nothing has come: what comes waits
-// little in proportion, and an idle engine looks a thousand times a second at most.
+// little in proportion, and an idle engine looks five hundred times a second.
 constexpr std::int64_t kShortNapNs = 50 * kMicrosecond;
+constexpr std::int64_t kIdleNapNs = 2 * kMillisecond;
 constexpr std::int64_t kLongNapNs = kMillisecond;
 constexpr std::int64_t kNapShare = 10;
 constexpr int kMaxIdleWakes = 16;
@@ -34,7 +35,7 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     if (idle_ns < kSpinNs) return -1;
     if (idle_ns < (situation.outstanding ? kYieldOutstandingNs : kYieldNs)) return 0;
     std::int64_t timeout_ns;
-    nap_ns_ = std::clamp(idle_ns / kNapShare, kShortNapNs, kLongNapNs);
+    nap_ns_ = std::clamp(idle_ns / kNapShare, kShortNapNs, kIdleNapNs);
     const bool descriptors =
         std::all_of(nics_.begin(), nics_.end(), [](const Nic* nic) { return nic->wait_fd() >= 0; });
     if (situation.queued)

@@ -1,8 +1,8 @@
-"""The decode side of the demo: asks for a prompt's pages, waits for its counter, and generates.
+"""The decode side of the demo: asks for the pages of prompts, waits for their counters, and generates.
 
 >>> with DecodeNode(options) as node:
-...     fetched = node.fetch(prefill_address, prompt[:-1], room=64, on_progress=print)
-...     tokens = list(node.generate(prompt[-1], fetched, count=64))
+...     all_fetched = node.fetch(prefill_address, [prompt[:-1] for prompt in prompts], room=64, on_progress=print)
+...     tokens = list(node.generate(prompts[0][-1], all_fetched[0], count=64))
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 from prefill_node import Options, rail_figures
 from ranks import NUM_PAGES, PAGE_TOKENS, Ranks
 from smollm2 import PageAllocator
@@ -28,6 +29,11 @@ class Fetched(NamedTuple):
     pages: Pages
     num_tokens: int
     sums: Any  # of every page, at the moment of ``ready``
+
+
+def used_of(pages: Pages, tokens: list[int]) -> Pages:
+    """The pages that ``tokens`` fill; the others are for what is generated."""
+    return pages[: -(-len(tokens) // PAGE_TOKENS)]
 
 
 class DecodeNode:
@@ -50,22 +56,28 @@ class DecodeNode:
         self._stack.__exit__(*exc)
 
     def fetch(
-        self, address: bytes, tokens: list[int], room: int, on_progress: Callable[[int, int], None] | None = None
-    ) -> Fetched:
-        """Have ``tokens`` prefilled elsewhere; ``room`` more tokens fit into the pages."""
-        pages = self._allocator.allocate(-(-(len(tokens) + room) // PAGE_TOKENS))
-        used = pages[: -(-len(tokens) // PAGE_TOKENS)]
+        self, address: bytes, prompts: list[list[int]], room: int, on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Fetched]:
+        """Have prompts prefilled elsewhere, all at once; ``room`` more tokens fit into the pages of each."""
         peer = self._messenger.connect(address)
-        handle = self._messenger.submit(peer, Request(request_id="demo", tokens=tokens, pages=[used]))
-        while not handle.done():
+        handles, all_pages = [], []
+        for number, tokens in enumerate(prompts):
+            pages = self._allocator.allocate(-(-(len(tokens) + room) // PAGE_TOKENS))
+            request = Request(request_id=str(number), tokens=tokens, pages=[used_of(pages, tokens)])
+            handles.append(self._messenger.submit(peer, request))
+            all_pages.append(pages)
+        fetched: dict[int, Fetched] = {}
+        while len(fetched) < len(prompts):
             self.ranks.check()
+            for number, (handle, tokens, pages) in enumerate(zip(handles, prompts, all_pages, strict=True)):
+                if number not in fetched and handle.done():
+                    sums = self.ranks.checksums(used_of(pages, tokens), len(tokens))
+                    fetched[number] = Fetched(handle.result(), pages, len(tokens), sums)
             if on_progress is not None:
-                on_progress(*handle.progress())
+                done, total = np.sum([handle.progress() for handle in handles], axis=0)
+                on_progress(int(done), int(total))
             time.sleep(0.02)  # paces the drawing only: the pages arrive whether or not anyone looks
-        result = handle.result()
-        if on_progress is not None:
-            on_progress(*handle.progress())
-        return Fetched(result, pages, len(tokens), self.ranks.checksums(used, len(tokens)))
+        return [fetched[number] for number in range(len(prompts))]
 
     def generate(self, token: int, fetched: Fetched, count: int, stop: int = -1) -> Iterator[int]:
         """Run the withheld token, then go on greedily."""

@@ -2,6 +2,7 @@
 
 >>> scripts/demo                                    # prefill TP 3 -> decode TP 1 over tcp
 >>> scripts/demo --prefill-tp 1 --decode-tp 3 --provider shm --prompt "Why is the sky blue?"
+>>> scripts/demo --prompt "Who was Ada Lovelace?" --prompt "Name three rivers."           # both at once
 >>> scripts/demo --poison                           # moves zeros instead: every check must fail
 
 This process has decode's engine, a child has prefill's; every tensor-parallel rank is a process of its own, whose cache
@@ -57,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode-tp", type=int, choices=(1, 3), default=1, help="KV-head shards of decode (1)")
     parser.add_argument("--provider", default="tcp", help="libfabric provider: tcp, shm, net, verbs, efa ... (tcp)")
     parser.add_argument("--nic", action="append", help="NIC name or IP address (127.0.0.1 for tcp and net)")
-    parser.add_argument("--prompt", default=PROMPT, help="what to ask the model")
+    parser.add_argument("--prompt", action="append", help="what to ask the model; several are served at once")
     parser.add_argument("--max-new-tokens", type=int, default=60, help="tokens to generate (60)")
     parser.add_argument("--chunk-tokens", type=int, default=100, help="prompt tokens per forward step (100)")
     parser.add_argument("--poison", action="store_true", help="move zeros instead: must end with exit code 1")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.print(f"loading the model for TP {args.prefill_tp} in prefill and TP {args.decode_tp} in decode")
     checkpoint = load_checkpoint()
     config, tokenizer = checkpoint.config, Tokenizer(checkpoint.metadata)
-    prompt = tokenizer.encode_chat(args.prompt)
+    prompts = [tokenizer.encode_chat(text) for text in args.prompt or [PROMPT]]
     weights_path = f"@fabric_kv-demo-{os.getpid()}-weights"
     loopback = ["127.0.0.1"] if args.provider in ("tcp", "net") else []
     options = Options(
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.prefill_tp,
         args.decode_tp,
         args.chunk_tokens,
+        len(prompts),
         args.poison,
     )
     # Read once: the ranks of both sides map it.
@@ -112,33 +114,39 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-            task = bar.add_task(f"{len(prompt) - 1} tokens: pages arriving")
+            task = bar.add_task(f"{sum(map(len, prompts)) - len(prompts)} tokens: pages arriving")
             fetched = node.fetch(
                 address,
-                prompt[:-1],
+                [prompt[:-1] for prompt in prompts],
                 args.max_new_tokens + 1,
                 lambda done, total: bar.update(task, completed=done, total=total),
             )
-        tokens = []
+        answers: list[list[int]] = []
+        for prompt, each in zip(prompts, fetched, strict=True):
+            answers.append([])
+            console.print()
+            for token in node.generate(prompt[-1], each, args.max_new_tokens, tokenizer.stop_token):
+                answers[-1].append(token)
+                if token != tokenizer.stop_token:
+                    console.print(tokenizer.decode([token]), end="", markup=False, highlight=False)
+            console.print()
         console.print()
-        for token in node.generate(prompt[-1], fetched, args.max_new_tokens, tokenizer.stop_token):
-            tokens.append(token)
-            if token != tokenizer.stop_token:
-                console.print(tokenizer.decode([token]), end="", markup=False, highlight=False)
-        console.print("\n")
         report = receive(pipe)
         console.print(table(node.opened(), fetched, report, options))
     console.print("checking against one process ...")
-    reference = reference_run(
-        Llama(config, Weights.from_flat(config, buffer.array.view(np.float32))),
-        prompt,
-        args.max_new_tokens,
-        prefill_tp=options.prefill_tp,
-        decode_tp=options.decode_tp,
-        chunk_tokens=options.chunk_tokens,
-        stop=tokenizer.stop_token,
-    )
-    return 0 if check(console, fetched, report, reference, tokens) else 1
+    model, good = Llama(config, Weights.from_flat(config, buffer.array.view(np.float32))), []
+    for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+        reference = reference_run(
+            model,
+            prompt,
+            args.max_new_tokens,
+            prefill_tp=options.prefill_tp,
+            decode_tp=options.decode_tp,
+            chunk_tokens=options.chunk_tokens,
+            stop=tokenizer.stop_token,
+        )
+        good.append(check(console, fetched[number], report["requests"][str(number)], reference, tokens))
+    return 0 if all(good) else 1
 
 
 def shared(arrays: Sequence[Any]) -> HostBuffer:
@@ -163,19 +171,22 @@ def receive(pipe: Any) -> Any:
     return said
 
 
-def table(opened: dict[str, Any], fetched: Fetched, report: dict[str, Any], options: Options) -> Table:
-    layers, _, pages, _ = fetched.sums.shape
+def table(opened: dict[str, Any], fetched: Sequence[Fetched], report: dict[str, Any], options: Options) -> Table:
+    layers = fetched[0].sums.shape[0]
+    pages = sum(each.sums.shape[2] for each in fetched)
+    lengths = " + ".join(str(each.num_tokens) for each in fetched)
+    tails_s = [each.result.ready_s - report["requests"][each.result.request_id]["last_layer_s"] for each in fetched]
     busy_s = report["busy_ns"] / 1e9
     rows = {
         "provider / fabric / domain": f"{opened['provider']} / {opened['fabric']} / {opened['domain']}",
         "tensor parallelism": f"{options.prefill_tp} -> {options.decode_tp}",
-        "prompt": f"{fetched.num_tokens} tokens in chunks of {options.chunk_tokens}",
+        "prompt": f"{lengths} tokens in chunks of {options.chunk_tokens}",
         "pages": f"{pages} x {layers} layers x K and V",
         "writes": f"{report['ops']}",
         "bytes": f"{report['bytes']}",
         "bytes per write": f"{report['bytes'] / report['ops']:.0f}",
         "while writing": f"{report['bytes'] / busy_s / 1e9:.2f} GB/s",
-        "last layer's write to ready": f"{(fetched.result.ready_s - report['last_layer_s']) * 1e3:.2f} ms",
+        "last layer's write to ready": f"{max(tails_s) * 1e3:.2f} ms",
         "hidden behind compute": f"{100 * report['hidden_busy_ns'] / report['busy_ns']:.1f} % of {busy_s * 1e3:.0f} ms",
         "prefill compute": f"{report['compute_s']:.2f} s",
     }
@@ -186,10 +197,10 @@ def table(opened: dict[str, Any], fetched: Fetched, report: dict[str, Any], opti
 
 
 def check(
-    console: Console, fetched: Fetched, report: dict[str, Any], reference: ReferenceRun, tokens: list[int]
+    console: Console, fetched: Fetched, sender: dict[str, Any], reference: ReferenceRun, tokens: list[int]
 ) -> bool:
     """Compare with the sender and with the reference; prints one line a check."""
-    sent, tail = report["checksums"], fetched.result.tail
+    sent, tail = sender["checksums"], fetched.result.tail
     assert tail is not None
     checks = {
         f"{fetched.sums.size} page checksums equal the sender's": bool((fetched.sums == sent).all()),

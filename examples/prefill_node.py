@@ -1,4 +1,4 @@
-"""The prefill side of the demo: a first-come-first-served scheduler, wired to fabric_kv.
+"""The prefill side of the demo: a scheduler that gives each request a chunk in turn, wired to fabric_kv.
 
 >>> with child("prefill", serve, options) as (pid, pipe): ...
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ranks import ANSWER_S, NUM_PAGES, PAGE_TOKENS, Ranks
 from smollm2 import Config, PageAllocator, chunk_ranges
+from smollm2.cache import Pages
+from smollm2.weights import F32
 
 from fabric_kv import Engine, FabricKVError, SharingError, Watch
 from fabric_kv.messenger import Chunk, PrefillMessenger, PrefillRequest, RequestKey, TailPool
@@ -35,24 +38,36 @@ class Options(NamedTuple):
     prefill_tp: int
     decode_tp: int
     chunk_tokens: int
+    num_requests: int
     poison: bool
 
 
 class Scheduler:
-    """Serves one request after the other; the messenger calls it on its own thread."""
+    """Takes everything; the messenger calls it on its own thread."""
 
     def __init__(self) -> None:
         self.requests: queue.SimpleQueue[PrefillRequest | None] = queue.SimpleQueue()
-        self.ends: queue.SimpleQueue[FabricKVError | None] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[RequestKey, FabricKVError | None]] = queue.SimpleQueue()
 
     def on_request(self, request: PrefillRequest) -> None:
         self.requests.put(request)
 
     def on_released(self, key: RequestKey) -> None:
-        self.ends.put(None)
+        self.ends.put((key, None))
 
     def on_failed(self, key: RequestKey, error: FabricKVError) -> None:
-        self.ends.put(error)
+        self.ends.put((key, error))
+
+
+class Job:
+    """A request that is being prefilled."""
+
+    def __init__(self, request: PrefillRequest, pages: Pages, chunk_tokens: int) -> None:
+        self.request = request
+        self.pages = pages
+        self.chunks = deque(chunk_ranges(request.num_tokens, chunk_tokens))
+        self.hidden: F32
+        self.last_layer_s = 0.0
 
 
 def rail_figures(engine: Engine) -> dict[str, Any]:
@@ -62,17 +77,17 @@ def rail_figures(engine: Engine) -> dict[str, Any]:
 
 
 def serve(pipe: Connection, options: Options) -> None:
-    """Serve one request of the process at the other end of ``pipe``, then report what was sent."""
+    """Serve the requests of the process at the other end of ``pipe``, then report what was sent."""
     with suppress(BrokenPipeError):  # that process is gone: nobody is left to tell
         try:
             with Ranks("prefill", options.prefill_tp, options.config, options.weights_path) as ranks:
-                report = serve_request(pipe, ranks, options)
+                report = serve_requests(pipe, ranks, options)
         except FabricKVError as error:
             report = {"error": f"{type(error).__name__}: {error}"}
         pipe.send(report)
 
 
-def serve_request(pipe: Connection, ranks: Ranks, options: Options) -> dict[str, Any] | None:
+def serve_requests(pipe: Connection, ranks: Ranks, options: Options) -> dict[str, Any] | None:
     scheduler = Scheduler()
     with Engine(options.provider, nics=options.nics) as engine:
         tails = TailPool(engine, {"hidden": ("float32", (options.config.hidden,))}, num_slots=4)
@@ -82,10 +97,13 @@ def serve_request(pipe: Connection, ranks: Ranks, options: Options) -> dict[str,
         with PrefillMessenger(engine, ranks.spec, regions, scheduler, tail=tails) as messenger:
             pipe.send((engine.address, ranks.pids))
             pipe_watch(pipe, scheduler)
-            request = scheduler.requests.get()
-            if request is None:
-                return None
-            return run(ranks, engine.watch(ranks.word), messenger, engine, scheduler, request, options)
+            allocator, jobs = PageAllocator(NUM_PAGES, seed=7), list[Job]()
+            while len(jobs) < options.num_requests:
+                if (request := scheduler.requests.get()) is None:
+                    return None
+                pages = allocator.allocate(-(-request.num_tokens // PAGE_TOKENS))
+                jobs.append(Job(request, pages, options.chunk_tokens))
+            return run(ranks, engine.watch(ranks.word), messenger, engine, scheduler, jobs)
 
 
 def pipe_watch(pipe: Connection, scheduler: Scheduler) -> None:
@@ -104,34 +122,50 @@ def run(
     messenger: PrefillMessenger,
     engine: Engine,
     scheduler: Scheduler,
-    request: PrefillRequest,
-    options: Options,
+    jobs: Sequence[Job],
 ) -> dict[str, Any]:
-    """Prefill one request chunk by chunk; each layer's pages leave while the next one computes."""
-    num_tokens = request.num_tokens
-    pages = PageAllocator(NUM_PAGES, seed=7).allocate(-(-num_tokens // PAGE_TOKENS))
+    """Prefill all requests, a chunk of each in turn; each layer's pages leave while the next one computes."""
     before, started = rail_figures(engine), time.monotonic()
+    open_ = {job.request.key for job in jobs}
+
+    def wait_for_end(timeout: float | None = None) -> None:
+        key, failure = scheduler.ends.get(timeout=timeout)
+        open_.discard(key)
+        if failure is not None:
+            raise failure  # decode has given it up, or is gone
+
     try:
-        for begin, end in chunk_ranges(num_tokens, options.chunk_tokens):
-            if not scheduler.ends.empty() and (early := scheduler.ends.get()) is not None:
-                raise early  # decode has given it up, or is gone
-            chunk = Chunk(request.key, begin, end, [pages], final=end == num_tokens)
-            step = messenger.begin_step([chunk], watch=watch)
-            hidden, last_layer_s = ranks.forward(step, request.tokens[begin:end], begin, pages)
+        while working := [job for job in jobs if job.chunks]:
+            for job in working:
+                while not scheduler.ends.empty():
+                    wait_for_end()
+                request, (begin, end) = job.request, job.chunks.popleft()
+                chunk = Chunk(request.key, begin, end, [job.pages], final=end == request.num_tokens)
+                step = messenger.begin_step([chunk], watch=watch)
+                job.hidden, job.last_layer_s = ranks.forward(step, request.tokens[begin:end], begin, job.pages)
+                if chunk.final:
+                    messenger.finish(request.key, {"hidden": job.hidden})
     except SharingError as error:
-        messenger.fail(request.key, str(error))
-        scheduler.ends.get(timeout=ANSWER_S)  # decode has been told
+        for key in open_:
+            messenger.fail(key, str(error))
+        while open_:
+            with suppress(FabricKVError):
+                wait_for_end(ANSWER_S)  # decode has been told
         raise
     computed, busy_at_end_ns = time.monotonic(), rail_figures(engine)["busy_ns"]
-    messenger.finish(request.key, {"hidden": hidden})
-    if (failure := scheduler.ends.get()) is not None:
-        raise failure
+    while open_:
+        wait_for_end()
     after = rail_figures(engine)
     return {
-        "checksums": ranks.checksums(pages, num_tokens),
-        "hidden": hidden,
+        "requests": {
+            job.request.key.request_id: {
+                "checksums": ranks.checksums(job.pages, job.request.num_tokens),
+                "hidden": job.hidden,
+                "last_layer_s": job.last_layer_s,
+            }
+            for job in jobs
+        },
         "compute_s": computed - started,
-        "last_layer_s": last_layer_s,
         "hidden_busy_ns": busy_at_end_ns - before["busy_ns"],
         **{name: after[name] - before[name] for name in ("ops", "bytes", "busy_ns")},
     }

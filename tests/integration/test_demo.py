@@ -52,6 +52,17 @@ def test_pages_and_tokens_agree(prefill_tp: int, decode_tp: int, provider: str) 
     assert done.stderr == ""  # nobody was lost on the way
 
 
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_several_prompts_are_served_at_once(provider: str) -> None:
+    prompts = ["Name three rivers.", "Why is the sky blue? Answer in one sentence, please.", "Count to five."]
+    options = [option for prompt in prompts for option in ("--prompt", prompt)]
+    done = run_demo("--chunk-tokens", "16", "--provider", provider, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^OK ", done.stdout, re.MULTILINE)) == 4 * len(prompts)
+    assert re.search(r"prompt\W+\d+ \+ \d+ \+ \d+ tokens in chunks of 16", done.stdout)
+    assert done.stderr == ""
+
+
 def test_poisoned_pages_are_caught() -> None:
     done = run_demo("--poison")
     assert done.returncode == 1

@@ -97,7 +97,8 @@ class DecodeMessenger(DecodeRequests):
         Raises
         ------
         ConfigError
-            If a value of the request is out of range; names it and the limit.
+            If a value of the request is out of range (names it and the limit), or a page to be written belongs to
+            another request that is open, or is poisoned.
         PeerLostError, ClosedError
             If the peer is gone, or the messenger is closing; the pages are clean.
         WouldBlockError
@@ -119,20 +120,23 @@ class DecodeMessenger(DecodeRequests):
                 pages_clean=True,
                 reason="peer_lost",
             )
-        check_page_lists(peer.plan, fetching.dp, fetching.num_tokens, fetching.cached_tokens, fetching.pages)
+        fetching.written = check_page_lists(
+            peer.plan, fetching.dp, fetching.num_tokens, fetching.cached_tokens, fetching.pages
+        )
         for rank, regions in enumerate(self._regions):
             if self._spec.placement.coords(rank).dp != fetching.dp:
                 continue
             for region in regions:
                 if region.lost is not None:
                     raise copy(region.lost)
-        self._check_not_poisoned(fetching)
         with self._lock:
             if self._num_requests >= MAX_OPEN_REQUESTS:
                 raise WouldBlockError(f"{MAX_OPEN_REQUESTS} requests are open", limit=MAX_OPEN_REQUESTS)
             self._num_requests += 1
             fetching.source_set = peer._picker.pick()
         try:
+            self._claim_pages(fetching)
+            self._check_not_poisoned(fetching)  # after it: whoever lets go of a page has poisoned it before
             self._take_counters(fetching)
         except BaseException:
             self._give_back(fetching, clean=True)
@@ -216,6 +220,16 @@ class DecodeMessenger(DecodeRequests):
                     f"group {self._spec.layout.groups[index].name}: page {page} may still be written for an earlier"
                     " request; it is set aside until reclaim() says otherwise or the engine is closed"
                 )
+
+    def _claim_pages(self, fetching: Fetching) -> None:
+        taken = self._claims.claim(fetching.request_id, fetching.dp, fetching.written)
+        if taken is not None:
+            group, page, owner = taken
+            raise ConfigError(
+                f"group {self._spec.layout.groups[group].name}: page {page} is being written for request {owner!r}: it"
+                " belongs to that one until its handle is done"
+            )
+        fetching.claimed = True
 
     def _take_counters(self, fetching: Fetching) -> None:
         """Counters and a tail slot: all that must exist before the peer is told."""

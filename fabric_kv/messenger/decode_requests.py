@@ -25,7 +25,7 @@ from .actor import Actor
 from .fetch import FetchEffect, FetchEvent, fetch_step
 from .handle import RequestResult
 from .layers import LayerGroups
-from .poison import PoisonBook, PoisonedPages
+from .poison import PageClaims, PoisonBook, PoisonedPages
 from .prefill_peer import DecodePeers, PrefillPeer
 from .requests import Fetching, error_of
 from .state import (
@@ -69,10 +69,11 @@ class DecodeRequests(DecodePeers):
         super().__init__(engine, spec, regions, tail, bounds, layers, actor)
         self._lock = threading.Lock()  # Guards the next one, which submit() looks at.
         self._num_requests = 0
+        self._claims = PageClaims(spec.placement.dp_size, len(spec.layout.groups))
         self._poison = PoisonBook(spec.placement.dp_size, len(spec.layout.groups))
 
     def _give_back(self, fetching: Fetching, *, clean: bool) -> None:
-        """Counters and tail slot of a request that has ended."""
+        """Counters, tail slot and claims of a request that has ended."""
         # A fence by keys speaks of memory: immediates may still come.
         quiescent = clean and not (fetching.fenced and self._engine.fence_means == "registrations")
         for counter in fetching.counters:
@@ -89,6 +90,9 @@ class DecodeRequests(DecodePeers):
             peer, exceeded = fetching.peer, fetching.fetch.tainted
             item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), exceeded)
             self._poison.add(item, peer._link.peer, fetching.tail_slot)
+        if fetching.claimed:
+            self._claims.release(fetching.dp, fetching.written)
+            fetching.claimed = False
 
     # --- On the actor's thread ----------------------------------------------------------------------------------------
 

@@ -149,9 +149,10 @@ def check_regions(spec: CacheSpec, sizes: Sequence[Sequence[int]], side: str) ->
 
 def check_page_lists(
     plan: TransferPlan, dp: int, num_tokens: int, cached: int, pages: Sequence[NDArray[np.int64]]
-) -> None:
-    """Raise ConfigError unless the page lists of decode's replica ``dp`` serve a request of ``num_tokens``.
+) -> list[NDArray[np.int64]]:
+    """The pages of each group that will be written; ConfigError unless they serve a request of ``num_tokens``.
 
+    ``dp`` is the decode side's data-parallel replica that the pages are of.
     Only entries that will be written are looked at: those of cached or forgotten tokens may hold anything.
     """
     if not 0 <= cached <= num_tokens:
@@ -160,7 +161,7 @@ def check_page_lists(
     if not 0 <= dp < placement.dp_size:
         raise ConfigError(f"dp={dp} is out of range: the decode side has {placement.dp_size} data-parallel replicas")
     replica = [memory for rank, memory in enumerate(plan.dst.memory) if placement.coords(rank).dp == dp]
-    groups = plan.dst.layout.groups
+    groups, all_written = plan.dst.layout.groups, []
     if len(pages) != len(groups):
         raise ConfigError(f"{len(pages)} page lists were given: the cache has {len(groups)} groups")
     for index, (group, array) in enumerate(zip(groups, pages, strict=True)):
@@ -177,9 +178,10 @@ def check_page_lists(
                     f" {run.dst_entries.stop} pages of {group.page_tokens} tokens"
                 )
             entries.append(array[run.dst_entries])
+        written = np.unique(np.concatenate(entries)) if entries else np.empty(0, np.int64)
+        all_written.append(written)
         if not entries:
             continue
-        written = np.unique(np.concatenate(entries))
         if written[0] < 0 or written[-1] >= limit:
             wrong = int(written[0] if written[0] < 0 else written[-1])
             raise ConfigError(f"group {group.name}: page {wrong} is out of range, the decode side has {limit} pages")
@@ -187,6 +189,7 @@ def check_page_lists(
         first = min(run.dst_entries.start for run in page_map.kinds if run.num)
         if np.unique(array[first:span]).size != span - first:
             raise ConfigError(f"group {group.name}: a page is listed twice, so that one write would spoil another")
+    return all_written
 
 
 def tail_difference(prefill: TailPool | None, decode: wire.TailGeometry | None) -> str:

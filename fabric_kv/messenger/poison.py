@@ -1,13 +1,15 @@
-"""Pages that something may still write into, and how they come back.
+"""Pages that are being written, and those that something may still write into, and how these come back.
 
 >>> book.add(PoisonedPages("a", peer.epoch, 0, (pages,)), peer, tail_slot=3)
 >>> book.find(0, 0, pages)               # the first page that must not be used
 >>> book.take(peer.epoch)                # the peer has been fenced: the pages are clean
+>>> claims.claim("a", 0, [pages])        # nobody else may submit them until release()
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from ..transfers import Peer
 
-__all__ = ["PoisonBook", "PoisonedPages"]
+__all__ = ["PageClaims", "PoisonBook", "PoisonedPages"]
 
 
 class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
@@ -41,6 +43,37 @@ class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
     dp: int
     pages: tuple[NDArray[np.int64], ...]
     exceeded: bool = False
+
+
+class PageClaims:
+    """Which pages open requests have written. Threads: any.
+
+    Pages that are only read, those of cached tokens, may be shared and are not claimed.
+    """
+
+    def __init__(self, dp_size: int, num_groups: int) -> None:
+        self._lock = threading.Lock()
+        self._owners: list[list[dict[int, str]]] = [[{} for _ in range(num_groups)] for _ in range(dp_size)]
+
+    def claim(self, request_id: str, dp: int, pages: Sequence[NDArray[np.int64]]) -> tuple[int, int, str] | None:
+        """Claim pages of each group; else (group, page, who has it), and nothing is claimed."""
+        lists = [array.tolist() for array in pages]
+        with self._lock:
+            owners = self._owners[dp]
+            for group, (own, numbers) in enumerate(zip(owners, lists, strict=True)):
+                if taken := own.keys() & numbers:
+                    page = min(taken)
+                    return group, page, own[page]
+            for own, numbers in zip(owners, lists, strict=True):
+                own.update(dict.fromkeys(numbers, request_id))
+        return None
+
+    def release(self, dp: int, pages: Sequence[NDArray[np.int64]]) -> None:
+        """Let claimed pages go."""
+        with self._lock:
+            for own, array in zip(self._owners[dp], pages, strict=True):
+                for page in array.tolist():
+                    del own[page]
 
 
 class PoisonBook:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import (
     ClosedError,
@@ -82,6 +83,8 @@ class Fetching:
         self.tokens = wire.pack_ints(request.tokens)
         self.packed_pages = [wire.pack_ints(pages) for pages in request.pages]
         self.pages = [wire.unpack_ints(packed) for packed in self.packed_pages]
+        self.written: list[NDArray[np.int64]] = []  # of each group, the pages that will be
+        self.claimed = False  # nobody else may have these written
         self.handle: RequestHandle
         self.source_set = 0
         self.dp = operator.index(request.dp)

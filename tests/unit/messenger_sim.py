@@ -309,6 +309,7 @@ class Sim:
         assert self.decode_engine.counters_in_use == 0
         assert self.decode_tails is None or self.decode_tails.num_poisoned == poisoned
         assert len(self.decode.poisoned) == poisoned
+        assert not any(owners for groups in self.decode._claims._owners for owners in groups)
 
 
 class Fetch:

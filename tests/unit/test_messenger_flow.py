@@ -107,6 +107,30 @@ def test_a_rank_that_is_gone_takes_its_own_replica_along(seed):
     assert [handle.poll() for handle in handles] == [RequestState.READY] * 2
 
 
+def test_a_page_is_written_for_one_request_at_a_time(seed):
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    fetch = sim.submit(9)
+    taken = int(fetch.pages[1])
+    other = sim.dst_free[:2]
+    wrong = Request(request_id="r", tokens=range(10), pages=[[other[0], other[1], taken]])
+    with pytest.raises(ConfigError, match=f"page {taken} is being written for request 'request 0'"):
+        sim.decode.submit(sim.peer, wrong)
+    # What is only read may be shared: a common prefix.
+    shared = Request(request_id="s", tokens=range(8), pages=[[taken, other[0]]], cached_tokens=4, params=bytes(4))
+    handle = sim.decode.submit(sim.peer, shared)
+    with pytest.raises(ConfigError, match=f"page {other[0]} is being written for request 's'"):
+        sim.decode.submit(sim.peer, Request(request_id="r", tokens=range(8), pages=[other]))
+    sim.scheduler.pause = False
+    sim.run(lambda: fetch.handle.done() and handle.done())
+    assert fetch.result
+    assert handle.poll() is RequestState.READY
+    again = sim.decode.submit(sim.peer, Request(request_id="t", tokens=range(10), pages=wrong.pages, params=bytes(4)))
+    sim.run(again.done)
+    assert again.poll() is RequestState.READY
+    assert not any(owners for groups in sim.decode._claims._owners for owners in groups)
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_groups_of_no_layers_are_refused(seed, size):
     with pytest.raises(ConfigError, match=f"layers_per_group={size} is out of range"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .core import load_native
 from .errors import ConfigError
 from .regions import CounterToken, RemoteRegion
 from .transfers import MemoryRegion, PagePiece
@@ -65,9 +66,7 @@ def as_pages(name: str, pages: Any) -> _native.PageList:
     if type(pages) is PageList:
         return pages._native
     if _to_native is None:
-        from . import _native
-
-        _to_native = _native.PageList
+        _to_native = load_native().PageList
     array = pages if type(pages) is np.ndarray else np.asarray(pages)
     if (array.dtype is _INT64 or array.dtype is _INT32) and array.ndim == 1 and array.flags.aligned:
         return _to_native(array)

@@ -236,6 +236,17 @@ PostResult Poster::posted(PostResult result, Op* op, Rail& rail, Transfer& trans
     return result;
 }
 
+PostResult Poster::post_nothing(Transfer& transfer, Peer::Link& link, WriteOp write, std::int64_t now) {
+    auto& rail = *rails_[link.local_rail];
+    auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
+    if (!op) return PostResult::kAgain;
+    const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
+    write.parts = {&nothing, 1};
+    write.peer = link.address;
+    write.context = &op->context;
+    return posted(rail.nic().post_write(write), op, rail, transfer);
+}
+
 // An empty write that completes on delivery: on a rail that keeps writes in order it pushes all earlier ones ahead of
 // itself. On the others nothing can be said after the fact.
 PostResult Poster::post_on_all_rails(Transfer& transfer, std::int64_t now) {
@@ -249,17 +260,10 @@ PostResult Poster::post_on_all_rails(Transfer& transfer, std::int64_t now) {
                                "the rail does not keep writes in order, so a flush proves nothing"});
                 return PostResult::kFailed;
             }
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
             WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
-            write.context = &op->context;
             // Not to connect: it needs no proof, and a write of nothing that asks for one stops shm 1.17.
             write.delivered = transfer.kind == Transfer::Kind::kFlush;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
+            if (const auto result = post_nothing(transfer, link, write, now); result != PostResult::kOk) return result;
         }
     } catch (const Error& error) {
         transfer.fail(detail_of(error));
@@ -273,21 +277,13 @@ PostResult Poster::post_signal(Transfer& transfer, std::int64_t now) {
     const bool counted = transfer.token.unit_bytes > 0;
     try {
         auto& link = links_to(*transfer.peer, transfer.signal_dst->group).front();
-        auto& rail = *rails_[link.local_rail];
         do {
             const auto weight = static_cast<std::uint32_t>(std::min<std::uint64_t>(transfer.signal_units, kMaxWeight));
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
             WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
             write.has_imm = true;
             write.imm = counted ? pack({transfer.token.slot, transfer.token.generation, weight})
                                 : pack_user(transfer.user_value);
-            write.context = &op->context;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
+            if (const auto result = post_nothing(transfer, link, write, now); result != PostResult::kOk) return result;
             transfer.signal_units -= counted ? weight : transfer.signal_units;
         } while (transfer.signal_units > 0);
     } catch (const Error& error) {

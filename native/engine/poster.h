@@ -31,6 +31,8 @@ class Poster {
     PostResult post_planned(Transfer& transfer, std::int64_t now);
     PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
     PostResult post_on_all_rails(Transfer& transfer, std::int64_t now);
+    // A write without data, of which `write` says what it carries.
+    PostResult post_nothing(Transfer& transfer, Peer::Link& link, WriteOp write, std::int64_t now);
     PostResult post_signal(Transfer& transfer, std::int64_t now);
     PostResult post_message(Transfer& transfer, std::int64_t now);
     PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,

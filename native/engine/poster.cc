@@ -12,9 +12,6 @@ namespace {
 
 constexpr std::size_t kPostsPerTurn = 64;          // writes that a transfer may post before the next one's turn
 constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
-// Larger pages are better off alone: on tcp 64 KiB pages move a third slower four at a time, smaller ones twice as
-// fast.
-constexpr std::uint64_t kMaxGatherBytes = 64 << 10;
 constexpr std::uint64_t kMaxPeerBytes = 4 << 20;  // bulk in flight to one peer on one rail: above bandwidth x delay
 constexpr std::size_t kMaxLinks = 64;             // rail pairs to one peer that are considered for a write
 
@@ -61,7 +58,6 @@ void Poster::begin(Transfer& t) const {
     if (t.kind == Transfer::Kind::kWrite) {
         limits.max_src_runs = max_src_runs_;
         limits.max_dst_runs = max_dst_runs_;
-        limits.max_gather_bytes = kMaxGatherBytes;
     }
     t.cursor = PageCursor(t.pieces, limits);
 }

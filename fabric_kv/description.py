@@ -63,14 +63,14 @@ def explain_mode(rail: dict[str, Any]) -> tuple[str, str]:
     places = min(rail["iov_limit"], rail["rma_iov_limit"], 8)
     gather = f"{places} places an operation" if places > 1 else "one place an operation"
     rest = "sleeps on a descriptor" if rail["wait_fd"] else "sleeps by the clock"
-    order = (
-        "writes keep their order, but no failed one is known to stop the next"
-        if rail["ordered_writes"]
-        else "writes may overtake each other"
-    )
+    batch = "an immediate for up to 16 operations" if rail["fail_stop"] else "an immediate each"
+    order = "writes may overtake each other"
+    if rail["ordered_writes"]:
+        order = "writes keep their order"
+        order += ", and a failed one stops the next" if rail["fail_stop"] else ", but no failed one is known to stop the next"
     limits = f"iov_limit {rail['iov_limit']} and rma_iov_limit {rail['rma_iov_limit']}"
     queue = "has a descriptor" if rail["wait_fd"] else "has none"
-    return f"{gather}, an immediate each, {rest}", f"{order}; {limits}; the completion queue {queue}"
+    return f"{gather}, {batch}, {rest}", f"{order}; {limits}; the completion queue {queue}"
 
 
 def _size(nbytes: int) -> str:

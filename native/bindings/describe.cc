@@ -33,6 +33,7 @@ py::dict describe_rail(Rail& rail) {
     d["provider_keys"] = info.provider_keys;
     d["local_mr"] = info.local_mr;
     d["ordered_writes"] = info.ordered_writes;
+    d["fail_stop"] = info.fail_stop;
     d["imm_uses_recv"] = info.imm_uses_recv;
     d["wait_fd"] = info.wait_fd;
     d["nic_checks_keys"] = info.nic_checks_keys;

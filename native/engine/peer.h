@@ -27,6 +27,8 @@ struct Peer {
         std::uint32_t ops_in_flight = 0;  // writes and frames, of one rail's
         std::uint32_t frames_in_flight = 0;
         std::uint64_t bytes_in_flight = 0;
+        // Beyond so many in flight the provider may refuse one, as it did in the middle of a batch.
+        std::uint32_t most_ops = ~std::uint32_t{0};
     };
     // What one of our groups keeps of this peer: [remote group][pair], filled at the first use. The addresses stay in
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).

@@ -26,6 +26,7 @@
 #include <thread>
 
 #include "ofi/hang_up.h"
+#include "ofi/layers.h"
 #include "ofi/limits.h"
 #include "ofi/neighbours.h"
 
@@ -168,6 +169,7 @@ NicInfo facts_of(const fi_info& info) {
     const std::uint64_t waw = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
     facts.ordered_writes = (info.tx_attr->msg_order & waw) && (info.rx_attr->msg_order & waw) &&
                            info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+    facts.fail_stop = facts.ordered_writes && Layers().is_fail_stop(info);
     facts.imm_uses_recv = (info.mode | info.rx_attr->mode | info.domain_attr->mode) & FI_RX_CQ_DATA;
     // The NIC has a table of keys where it picks them and wants memory that is there: fi_mr(3). EFA may do without, and
     // carries out writes in software then. A cache keeps closed registrations, see library.cc.
@@ -201,6 +203,8 @@ OfiNic::OfiNic(InfoPtr info)
       cq_(nullptr, Closer{"completion queue"}),
       av_(nullptr, Closer{"address table"}),
       endpoint_(nullptr, Closer{"endpoint"}) {
+    // Else a thread of rxm's puts a new connection in a broken one's place at any time, also between two posts.
+    if (facts_.fail_stop) info_->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     info_->tx_attr->size = facts_.tx_depth;
     info_->rx_attr->size = facts_.rx_depth;
     fabric_ = open<fid_fabric>(

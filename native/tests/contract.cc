@@ -93,6 +93,7 @@ std::vector<Subject> subjects_in_two_processes() {
     list.push_back({.name = "fake_strict", .provider = "", .profile = fake::FakeProfile::strict()});
     list.push_back({.name = "fake_receives", .provider = "", .profile = receives});
     list.push_back({.name = "fake_fail_stop", .provider = "", .profile = sleepy});
+    list.push_back({.name = "fake_connected", .provider = "", .profile = fake::FakeProfile::connected()});
     list.push_back({.name = "fake_tcp", .provider = "", .profile = fake::FakeProfile::tcp()});
     const std::vector<std::string> loopback = {"127.0.0.1"};
     add("tcp", "tcp", loopback);

@@ -215,7 +215,6 @@ Habits habits_of(const Subject& subject, const NicInfo& info) {
     } else if (info.provider == "verbs;ofi_rxm") {
         habits.fail_stop = true;
         habits.recovers = false;
-        habits.survives_close = false;
     } else if (info.provider == "tcp;ofi_rxm") {
         habits.survives_close = !version_2();
         habits.survives_departure = !version_2();

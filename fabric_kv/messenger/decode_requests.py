@@ -42,6 +42,7 @@ from .state import (
     PeerLost,
     Rejected,
     RequestState,
+    Stalled,
 )
 from .timeline import log_end
 
@@ -166,6 +167,8 @@ class DecodeRequests(DecodePeers):
                 self._on_answer(peer, generation, Rejected(reason))
             case wire.Fail(generation, reason, pages_clean):
                 self._on_answer(peer, generation, Failed(reason, pages_clean))
+            case wire.Stalled(generation, reason):
+                self._on_answer(peer, generation, Stalled(reason))
             case wire.CancelConfirm(generation, pages_clean):
                 self._on_answer(peer, generation, CancelConfirmed(pages_clean))
             case _:

@@ -29,6 +29,7 @@ from .state import (
     PeerLost,
     Rejected,
     RequestState,
+    Stalled,
 )
 
 __all__ = ["Fetch", "FetchEffect", "FetchEvent", "fetch_step"]
@@ -85,6 +86,7 @@ FetchEvent = (
     | EngineClosed
     | PeerLost
     | PeerLeft
+    | Stalled
     | Closing
 )
 FetchResult = tuple[Fetch, tuple[FetchEffect, ...]]
@@ -132,6 +134,11 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.CANCELLED, "cancelled by the caller")
         case DeadlinePassed(reason):
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.TIMED_OUT, reason)
+        case Stalled(reason):
+            if cancelling:
+                return fetch, _LATE
+            # What is in flight may land at any time: only the peer's answer to the Cancel, or its Fail, says it cannot.
+            return _cancel(msgspec.structs.replace(fetch, started=True), RequestState.STALLED, reason)
         case Closing():
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.CLOSED, "closed by the caller")
         case CancelExpired():

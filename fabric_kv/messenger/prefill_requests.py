@@ -23,13 +23,13 @@ from .scheduler import Reject, RequestKey, Scheduler
 from .serve import ServeEffect, ServeEvent
 from .serving import Serving, error_of
 from .sessions import Session
-from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState
+from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState, Stalled
 from .steps import Steps
 from .timeline import Timeline, log_end
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..transfers import MemoryRegion
+    from ..transfers import MemoryRegion, Transfer
     from .tail import TailPool
 
 __all__ = ["PrefillRequests"]
@@ -170,6 +170,9 @@ class PrefillRequests(PrefillSessions):
                 self._say_clean(
                     session, serve.pages_clean, lambda clean: link.send(wire.Fail(generation, serve.reason, clean))
                 )
+            case ServeEffect.SEND_STALLED:
+                self._counts["stalls"] += 1
+                link.send(wire.Stalled(generation, serve.stalled or ""))
             case ServeEffect.SEND_CONFIRM:
                 self._say_clean(
                     session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean))
@@ -186,6 +189,17 @@ class PrefillRequests(PrefillSessions):
         else:
             self._apply(outflow, Retired(str(error)[: wire.MAX_REASON_CHARS], may_still_land(error)))
         self._tell_if_quiet(outflow)
+
+    def _on_held_up(self, transfers: Sequence[Transfer], why: str) -> None:
+        """Writes that the engine has posted are not retired."""
+        held = {transfer for transfer in transfers if not transfer.done()}
+        for serving in list(self._serving.values()):
+            # It waits for its NIC. Whatever else a request waits for, a step of the scheduler's or room in the engine,
+            # has nothing in flight, and is not held up.
+            with self._poster.lock:
+                stalled = not held.isdisjoint(serving.open)
+            if stalled:
+                self._apply(serving, Stalled(why[: wire.MAX_REASON_CHARS]))
 
     def _on_refused_post(self, outflow: Outflow, error: BaseException) -> None:
         assert isinstance(outflow, Serving)

@@ -24,6 +24,7 @@ from ..errors import (
     RequestCancelledError,
     RequestFailedError,
     RequestRejectedError,
+    RequestStalledError,
     RequestTimeoutError,
 )
 from . import wire
@@ -163,6 +164,7 @@ _ERRORS: dict[RequestState, Callable[..., FabricKVError]] = {
     RequestState.TIMED_OUT: RequestTimeoutError,
     RequestState.CANCELLED: RequestCancelledError,
     RequestState.PEER_LOST: PeerLostError,
+    RequestState.STALLED: RequestStalledError,
     RequestState.CLOSED: ClosedError,
 }
 

@@ -38,6 +38,7 @@ __all__ = [
     "Retired",
     "SeenWindow",
     "ServeState",
+    "Stalled",
 ]
 
 
@@ -54,6 +55,7 @@ class RequestState(enum.IntEnum):
     CANCELLED = 7
     PEER_LOST = 8
     CLOSED = 9
+    STALLED = 10
 
     @property
     def final(self) -> bool:
@@ -74,6 +76,7 @@ class ServeState(enum.IntEnum):
     CANCELLED = 7
     PEER_LOST = 8
     CLOSED = 9
+    STALLED = 10
 
     @property
     def final(self) -> bool:
@@ -110,6 +113,15 @@ class PeerLost(_Event, frozen=True):
 
     reason: str = "peer lost"
     fenced: bool = False
+
+
+class Stalled(_Event, frozen=True):
+    """Prefill: writes of the request are posted, and none is retired for too long. Decode: the peer says so.
+
+    Only the side that posts can tell this from a request that waits to be computed.
+    """
+
+    reason: str
 
 
 class Closing(_Event, frozen=True):

@@ -38,6 +38,7 @@ __all__ = [
     "RefusalKind",
     "Reject",
     "Request",
+    "Stalled",
     "TailField",
     "TailGeometry",
     "VersionMismatch",
@@ -47,7 +48,7 @@ __all__ = [
     "unpack_ints",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MAGIC = b"FKV"
 
 # What one message may hold. Far above real use, and small enough that a hostile peer costs little memory; the number
@@ -167,6 +168,16 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     pages_clean: bool
 
 
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """Nothing more is posted, and what has been posted is not retired for too long: it may land at any time.
+
+    Fail follows when it is retired.
+    """
+
+    generation: U63
+    reason: Text
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop, and confirm once nothing can land any more."""
 
@@ -187,7 +198,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     quiescent: bool
 
 
-Message = Hello | HelloReply | Request | Accept | Reject | Fail | Cancel | CancelConfirm | Goodbye
+Message = Hello | HelloReply | Request | Accept | Reject | Fail | Stalled | Cancel | CancelConfirm | Goodbye
 
 
 class AnyHello(msgspec.Struct, frozen=True, tag="hello"):

@@ -379,7 +379,7 @@ def test_random_bytes_on_the_control_path_change_nothing(start, seed):
     dice = np.random.default_rng(seed)
     target = liar.engine.add_peer(prefill.address)
     for size in (0, 1, 4, 100, 20_000, 1 << 20):
-        for prefix in (b"", b"FKV\x01", b"FKV\x02"):
+        for prefix in (b"", b"FKV\x01", b"FKV\x03"):
             liar.engine.send(target, prefix + dice.bytes(size)).result(LONG)
     peer = decode.messenger.connect(prefill.address)
     next_one_works(prefill, decode, peer)

@@ -204,16 +204,16 @@ def test_a_peer_of_another_version_is_told(seed, monkeypatch):
     other = another_decode(sim)
     encode = wire.encode
 
-    def encode_as_v3(message):
+    def encode_a_newer_hello(message):
         frame = bytearray(encode(message))
-        frame[3] = 3 if isinstance(message, wire.Hello) else 2
+        frame[3] = wire.PROTOCOL_VERSION + isinstance(message, wire.Hello)
         return bytes(frame)
 
-    monkeypatch.setattr(wire, "encode", encode_as_v3)
-    with pytest.raises(PlanError, match="the peer speaks messenger protocol 3, this side speaks 2"):
+    monkeypatch.setattr(wire, "encode", encode_a_newer_hello)
+    with pytest.raises(PlanError, match="the peer speaks messenger protocol 4, this side speaks 3"):
         connect(sim, other)
     monkeypatch.setattr(wire, "encode", lambda message: encode(message)[:3] + b"\x07" + encode(message)[4:])
-    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 2"):
+    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 3"):
         connect(sim, another_decode(sim))
 
 
@@ -490,7 +490,7 @@ def test_a_write_that_the_engine_refuses_fails_only_its_request(sim, liar):
     still_works(sim)
 
 
-@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x02" + b)), max_size=5))
+@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x03" + b)), max_size=5))
 @settings(max_examples=30)
 def test_random_bytes_change_nothing(frames):
     sim = Sim(1)

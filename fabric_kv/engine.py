@@ -827,4 +827,5 @@ class Engine:
             self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
         fired = counter.done() and counter.exception(0) is None
         self._native.release_counter(token.group, token.native(), fired if quiescent is None else quiescent)
-        counter._fail(ClosedError(f"{counter!r} was released before it fired"))
+        if not counter.done():
+            counter._fail(ClosedError(f"{counter!r} was released before it fired"))

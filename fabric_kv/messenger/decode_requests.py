@@ -144,7 +144,8 @@ class DecodeRequests(DecodePeers):
             event = EngineClosed()
         else:
             event = CounterBroken(str(error))
-        self._actor.post(partial(self._on_counter, fetching, event))
+        # Here, if nothing else happens to the messenger: to wake its thread takes longer than to end a request.
+        self._actor.post_now(partial(self._on_counter, fetching, event))
 
     def _on_counter(self, fetching: Fetching, event: FetchEvent) -> None:
         if not fetching.fetch.phase.final:  # Otherwise it was us who released the counter.
@@ -296,12 +297,14 @@ class DecodeRequests(DecodePeers):
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
+    def _all_peers(self) -> list[PrefillPeer]:
+        return [*self._peers.values(), *(peer for peer in self._fencing.values() if peer is not None)]
+
     def _open_requests(self) -> list[Fetching]:
-        peers = [*self._peers.values(), *(peer for peer in self._fencing.values() if peer is not None)]
-        return [fetching for peer in peers for fetching in peer._open.values()]
+        return [fetching for peer in self._all_peers() for fetching in peer._open.values()]
 
     def _num_open(self) -> int:
-        return len(self._open_requests())
+        return sum(len(peer._open) for peer in self._all_peers())
 
     def _close_requests(self) -> None:
         for fetching in self._open_requests():

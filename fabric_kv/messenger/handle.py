@@ -50,7 +50,8 @@ class RequestHandle(Completion[RequestResult]):
 
     Its pages belong to the messenger until ``done()``. Then they hold the cache, if ``result()`` returns; else the
     error's ``pages_clean`` says whether they may be reused. Threads: any. Done callbacks run on the messenger's thread
-    and must not block. Cancelling a task that awaits a handle leaves the request alone: call ``cancel``.
+    or the engine's dispatcher and must not block. Cancelling a task that awaits a handle leaves the request alone: call
+    ``cancel``.
 
     ``result()`` raises RequestRejectedError, RequestFailedError, RequestTimeoutError, RequestCancelledError,
     RequestStalledError or PeerLostError as the request ended, ClosedError if the messenger was closed first, and

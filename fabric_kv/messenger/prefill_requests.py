@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Admission, Bounds
 from ..errors import ConfigError, FabricKVError, ProtocolError
+from ..futures import CALLBACK_ERRORS
 from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
@@ -125,7 +126,7 @@ class PrefillRequests(PrefillSessions):
             answer = self._scheduler.on_request(serving.request)
         except Reject as reject:
             answer = reject
-        except Exception as error:  # noqa: BLE001  (it is the user's code: one request fails, the thread lives)
+        except CALLBACK_ERRORS as error:  # It is the user's code: one request fails, the thread lives.
             self._counts["callback_errors"] += 1
             _log.exception("on_request failed for %s", serving.key_text)
             answer = Reject(f"the scheduler failed: {type(error).__name__}")
@@ -242,7 +243,7 @@ class PrefillRequests(PrefillSessions):
                 self._scheduler.on_released(key)
             else:
                 self._scheduler.on_failed(key, error_of(serving))
-        except Exception:  # noqa: BLE001  (as in _ask_scheduler)
+        except CALLBACK_ERRORS:
             self._counts["callback_errors"] += 1
             _log.exception("the scheduler failed at the end of %s", serving.key_text)
 
@@ -256,7 +257,7 @@ class PrefillRequests(PrefillSessions):
         self._counts["preempted"] += 1
         try:
             on_quiet()
-        except Exception:  # noqa: BLE001  (as in _ask_scheduler)
+        except CALLBACK_ERRORS:
             self._counts["callback_errors"] += 1
             _log.exception("on_quiet failed for %s", serving.key_text)
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import numpy as np
 
 from fabric_kv.config import Bounds, EngineOptions
@@ -164,10 +165,11 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread"):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
+        options = msgspec.structs.replace(OPTIONS, dispatch=dispatch)
+        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
         self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)

@@ -184,6 +184,10 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name}={getattr(self, name)!r} s is out of range: it must lie in (0, 86400]")
 
-    def table(self) -> str:
-        """All bounds, one a line, as printed at start."""
-        return "\n".join(f"{name:12s} {getattr(self, name):8.2f} s" for name in self.__struct_fields__)
+    def table(self, options: EngineOptions | None = None) -> str:
+        """All bounds, one a line, as a messenger logs them when it starts; with those of its engine, if given."""
+        bounds = {name: getattr(self, name) for name in self.__struct_fields__}
+        if options is not None:
+            bounds["heartbeats"] = options.heartbeat_interval_s * options.heartbeat_misses
+            bounds |= {name: getattr(options, name) for name in ("connect_s", "stall_s", "close_s")}
+        return "\n".join(f"{name:12s} {value:8.2f} s" for name, value in bounds.items())

@@ -260,7 +260,11 @@ class RequestError(FabricKVError):
 
 
 class RequestRejectedError(RequestError):
-    """The prefill side refused the request and said why; nothing was written."""
+    """The prefill side refused the request and said why; nothing was written.
+
+    ``reason`` is ``no_capacity`` (it may be taken later, or elsewhere), ``rejected`` (the scheduler said no),
+    ``incompatible`` (the two sides do not agree on what it asks for) or ``closing``.
+    """
 
 
 class RequestFailedError(RequestError):

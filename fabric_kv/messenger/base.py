@@ -41,6 +41,7 @@ class Messenger:
     """Base of both sides. An engine serves one messenger, which takes over three of its callbacks, see ``_start``."""
 
     def __init__(self, engine: Engine, bounds: Bounds, actor: Actor | None, name: str) -> None:
+        self._name = name
         self._engine = engine
         self._bounds = bounds
         self._actor = Actor(f"fabric_kv-{name}") if actor is None else actor
@@ -57,6 +58,7 @@ class Messenger:
         self._flooding: set[bytes] = set()  # Peers whose messages did not fit, until the actor hears of it.
 
     def _start(self) -> None:
+        _log.info("%s started with these bounds:\n%s", self._name, self._bounds.table(self._engine.options))
         self._actor.start()
         self._engine.on_message(self._receive)
         self._engine.on_peer_lost(lambda epoch, reason: self._actor.post(partial(self._on_peer_lost, epoch, reason)))

@@ -164,8 +164,8 @@ class DecodeRequests(DecodePeers):
                     self._on_goodbye(peer, quiescent)
             case wire.Accept(generation):
                 self._on_answer(peer, generation, Accepted())
-            case wire.Reject(generation, reason):
-                self._on_answer(peer, generation, Rejected(reason))
+            case wire.Reject(generation, reason, kind):
+                self._on_answer(peer, generation, Rejected(reason, kind))
             case wire.Fail(generation, reason, pages_clean):
                 self._on_answer(peer, generation, Failed(reason, pages_clean))
             case wire.Stalled(generation, reason):
@@ -213,6 +213,10 @@ class DecodeRequests(DecodePeers):
         if phase is RequestState.READY and isinstance(outcome, FabricKVError):
             phase = RequestState.FAILED
         clean = bool(fetch.pages_clean)
+        if phase is RequestState.READY:
+            peer.degraded = None
+        elif phase in (RequestState.TIMED_OUT, RequestState.STALLED) or (phase is RequestState.FAILED and not clean):
+            peer.degraded = f"{phase.name.lower()}: {fetch.reason}"
         self._give_back(fetching, clean=clean)
         self._counts[phase.name.lower()] += 1
         self._counts["poisoned_requests"] += not clean
@@ -320,7 +324,12 @@ class DecodeRequests(DecodePeers):
         poisoned = sum(pages.size for item in self._poison.items for pages in item.pages)
         return {
             "peers": {
-                epoch.hex(): {"alive": peer.alive, "session": peer._session, "requests": len(peer._open)}
+                epoch.hex(): {
+                    "alive": peer.alive,
+                    "degraded": peer.degraded,
+                    "session": peer._session,
+                    "requests": len(peer._open),
+                }
                 for epoch, peer in self._peers.items()
             },
             "requests": [fetching.snapshot() for fetching in self._open_requests()],

@@ -55,6 +55,8 @@ class Fetch(msgspec.Struct, frozen=True):
         A counter has fired, or the peer accepted: a later Reject cannot be true.
     cause, reason
         How the request will end once the peer has answered the Cancel, and why.
+    reject_kind : str
+        Of a request that ended as rejected.
     tainted : bool
         More was written than announced: no answer of the peer can prove the pages clean.
     peer_quiescent : bool or None
@@ -68,6 +70,7 @@ class Fetch(msgspec.Struct, frozen=True):
     started: bool = False
     cause: RequestState | None = None
     reason: str = ""
+    reject_kind: str = "rejected"
     tainted: bool = False
     peer_quiescent: bool | None = None
     pages_clean: bool | None = None
@@ -108,12 +111,13 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             if fetch.phase is not RequestState.SENT:
                 return fetch, _LATE
             return msgspec.structs.replace(fetch, phase=RequestState.ACCEPTED, started=True), ()
-        case Rejected(reason):
+        case Rejected(reason, kind):
             if cancelling:
                 # A Reject after data is a lie; the cancel that is under way still decides.
                 return (fetch, _LATE) if fetch.started else _end(fetch, None, fetch.reason, clean=True)
             if fetch.started:
                 return _cancel(fetch, RequestState.FAILED, f"rejected after it had been accepted: {reason}")
+            fetch = msgspec.structs.replace(fetch, reject_kind=kind)
             return _end(fetch, RequestState.REJECTED, reason, clean=True)
         case Failed(reason, pages_clean):
             if cancelling:

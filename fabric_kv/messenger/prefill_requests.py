@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import Admission, Bounds
 from ..errors import ConfigError, FabricKVError, ProtocolError
@@ -39,6 +39,14 @@ _log = logging.getLogger("fabric_kv.messenger")
 
 # Keys of requests that ended, so that a step which races with the end is told apart from a wrong key.
 MAX_ENDED_KEYS = 65536
+
+
+class _Rejection(ConfigError):
+    """A request that is refused although nothing is wrong with it."""
+
+    def __init__(self, message: str, kind: wire.RejectKind = "no_capacity") -> None:
+        super().__init__(message)
+        self.kind: wire.RejectKind = kind
 
 
 class PrefillRequests(PrefillSessions):
@@ -90,7 +98,7 @@ class PrefillRequests(PrefillSessions):
             return
         try:
             if self._closing:
-                raise ConfigError("the prefill side is closing")
+                raise _Rejection("the prefill side is closing", "closing")
             self._check_room(session)
             serving = session.read_request(message)
             self._check_room(session, serving.nbytes)
@@ -98,7 +106,8 @@ class PrefillRequests(PrefillSessions):
                 raise ProtocolError("the same submission of an earlier session has not ended yet")
         except FabricKVError as error:
             self._counts["rejected"] += 1
-            session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS]))
+            kind = error.kind if isinstance(error, _Rejection) else "incompatible"
+            session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS], kind))
             return
         serving.timeline = Timeline(self._actor.now())
         session.open[generation] = serving
@@ -112,11 +121,11 @@ class PrefillRequests(PrefillSessions):
     def _check_room(self, session: Session, nbytes: int = 0) -> None:
         limits, num_theirs = self._admission, len(session.open)
         if len(self._serving) >= limits.max_requests:
-            raise ConfigError(f"{limits.max_requests} requests are open already (max_requests)")
+            raise _Rejection(f"{limits.max_requests} requests are open already (max_requests)")
         if num_theirs >= limits.max_requests_per_peer:
-            raise ConfigError(f"{num_theirs} requests of this decode engine are open already (max_requests_per_peer)")
+            raise _Rejection(f"{num_theirs} requests of this decode engine are open already (max_requests_per_peer)")
         if self._open_bytes + nbytes > limits.max_bytes:
-            raise ConfigError(
+            raise _Rejection(
                 f"the request has {nbytes} bytes, those that are open {self._open_bytes}: the limit is"
                 f" {limits.max_bytes} (max_bytes)"
             )
@@ -132,7 +141,8 @@ class PrefillRequests(PrefillSessions):
             answer = Reject(f"the scheduler failed: {type(error).__name__}")
         if answer is None:
             return Accepted()
-        return Refused(str(getattr(answer, "reason", answer))[: wire.MAX_REASON_CHARS])
+        kind = getattr(answer, "kind", "rejected")
+        return Refused(str(getattr(answer, "reason", answer))[: wire.MAX_REASON_CHARS], kind)
 
     def _on_cancel(self, session: Session, message: wire.Cancel) -> None:
         generation = message.generation
@@ -166,7 +176,7 @@ class PrefillRequests(PrefillSessions):
             case ServeEffect.SEND_ACCEPT:
                 link.send(wire.Accept(generation))
             case ServeEffect.SEND_REJECT:
-                link.send(wire.Reject(generation, serve.reason))
+                link.send(wire.Reject(generation, serve.reason, cast("wire.RejectKind", serve.reject_kind)))
             case ServeEffect.SEND_FAIL:
                 self._say_clean(
                     session, serve.pages_clean, lambda clean: link.send(wire.Fail(generation, serve.reason, clean))

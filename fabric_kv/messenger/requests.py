@@ -178,6 +178,7 @@ def error_of(fetching: Fetching) -> FabricKVError:
         message += "; its pages may still be written and stay set aside"
     if fetch.phase is RequestState.CLOSED:
         return ClosedError(message, pages_clean=fetch.pages_clean)
+    reason = fetch.reject_kind if fetch.phase is RequestState.REJECTED else word
     return _ERRORS[fetch.phase](
-        message, request_id=fetching.request_id, peer=peer, pages_clean=fetch.pages_clean, reason=word
+        message, request_id=fetching.request_id, peer=peer, pages_clean=fetch.pages_clean, reason=reason
     )

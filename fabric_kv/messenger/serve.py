@@ -72,6 +72,7 @@ class Serve(msgspec.Struct, frozen=True):
     stalled: str | None = None
     cause: ServeState | None = None
     reason: str = ""
+    reject_kind: str = "rejected"
 
     @property
     def in_flight(self) -> int:
@@ -126,10 +127,10 @@ def serve_step(serve: Serve, event: ServeEvent) -> ServeResult:
                 return serve, ()
             serve, effects = _settle(replace(serve, phase=ServeState.SERVING))
             return serve, (ServeEffect.SEND_ACCEPT, *effects)
-        case Refused(reason):
+        case Refused(reason, kind):
             if serve.phase is ServeState.OFFERED and not serve.posted:
                 end = (ServeEffect.END, ServeEffect.SEND_REJECT) if serve.reachable else (ServeEffect.END,)
-                return replace(serve, phase=ServeState.REJECTED, reason=reason), end
+                return replace(serve, phase=ServeState.REJECTED, reason=reason, reject_kind=kind), end
             # Refused, yet posting has begun: "nothing was written" would be untrue.
             return _stop(serve, ServeState.FAILED, reason)
         case Planned(count):

@@ -132,9 +132,10 @@ class Closing(_Event, frozen=True):
 
 
 class Rejected(_Event, frozen=True):
-    """A Reject message arrived."""
+    """A Reject message arrived; ``kind`` as in the message."""
 
     reason: str
+    kind: str = "rejected"
 
 
 class Failed(_Event, frozen=True):
@@ -180,9 +181,10 @@ class PeerLeft(_Event, frozen=True):
 
 
 class Refused(_Event, frozen=True):
-    """The scheduler said no."""
+    """The scheduler said no; ``kind`` as in the Reject message."""
 
     reason: str
+    kind: str = "rejected"
 
 
 class FailAsked(_Event, frozen=True):

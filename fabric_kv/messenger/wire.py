@@ -37,6 +37,7 @@ __all__ = [
     "Message",
     "RefusalKind",
     "Reject",
+    "RejectKind",
     "Request",
     "Stalled",
     "TailField",
@@ -69,6 +70,7 @@ Text = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=65536)]
 RegionBytes = Annotated[bytes, Meta(min_length=1, max_length=65536)]
 SpecBytes = Annotated[bytes, Meta(max_length=16 << 20)]
+RejectKind = Literal["rejected", "no_capacity", "incompatible", "closing"]
 RefusalKind = Literal["incompatible", "other_incarnation", "too_many_peers", "closing"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
@@ -154,10 +156,11 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):
-    """Refused before anything was written."""
+    """Refused before anything was written, with a kind for programs."""
 
     generation: U63
     reason: Text
+    kind: RejectKind = "rejected"
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):

@@ -42,6 +42,7 @@ MESSAGES = [
     REQUEST,
     wire.Accept(5),
     wire.Reject(5, "no room"),
+    wire.Reject(5, "no room", "no_capacity"),
     wire.Fail(5, "broken", False),
     wire.Stalled(5, "stuck"),
     wire.Cancel(5),

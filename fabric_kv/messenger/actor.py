@@ -108,6 +108,8 @@ class Actor:
                 self._run_commands()
             finally:
                 self._turn.release()
+                if self._inbox:  # It came too late to be seen, or a KeyboardInterrupt was first.
+                    self._bell.put(None)
         else:
             self._bell.put(None)  # Who has the turn may have looked at the inbox for the last time.
 

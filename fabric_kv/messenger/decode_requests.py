@@ -90,7 +90,7 @@ class DecodeRequests(DecodePeers):
         if not clean:
             peer, exceeded = fetching.peer, fetching.fetch.tainted
             item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), exceeded)
-            self._poison.add(item, peer._link.peer, fetching.tail_slot)
+            self._poison.add(item, peer._link.peer, fetching.generation, fetching.tail_slot)
         if fetching.claimed:
             self._claims.release(fetching.dp, fetching.written)
             fetching.claimed = False
@@ -179,6 +179,9 @@ class DecodeRequests(DecodePeers):
         fetching = peer._open.get(generation)
         if fetching is None:
             self._counts["late"] += 1
+            if isinstance(event, Failed | CancelConfirmed) and event.pages_clean:
+                # It ended when its bound on this had passed. As good a proof as it would have been in time.
+                self._poison.redeem(peer.epoch, generation)
             return
         if isinstance(event, Accepted) and math.isnan(fetching.accepted_s):
             fetching.accepted_s = self._actor.now()

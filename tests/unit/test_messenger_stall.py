@@ -43,6 +43,27 @@ def test_a_stalled_request_ends_long_before_its_deadline_and_its_pages_are_set_a
     sim.check_nothing_left()
 
 
+def test_pages_that_are_confirmed_too_late_can_be_reclaimed(seed):
+    sim, fetch = begin(seed)
+    sim.fabric.hold_up(sim.prefill_engine)
+    sim.run(fetch.handle.done)
+    assert sim.decode.reclaim() == []
+    assert sim.decode_tails.num_poisoned == 1
+    sim.fabric.hold_writes = False
+    sim.settle()
+    assert counts(sim.decode)["late"] > 0
+    # Until the caller is told, they are not to be used.
+    assert [item.request_id for item in sim.decode.poisoned] == ["request 0"]
+    (item,) = sim.decode.reclaim()
+    assert item.pages[0].tolist() == fetch.pages.tolist()
+    assert (sim.decode.poisoned, sim.decode.reclaim(), sim.decode_tails.num_poisoned) == ([], [], 0)
+    fetch.take_back()
+    again = sim.submit(10)
+    sim.run(again.handle.done)
+    assert again.result
+    sim.check_all()
+
+
 def test_writes_that_come_loose_in_time_give_clean_pages_back(seed):
     sim, fetch = begin(seed)
     sim.fabric.hold_up(sim.prefill_engine)

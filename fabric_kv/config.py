@@ -160,6 +160,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     handshake_s : float
         From ``connect`` to the peer's answer.
+    connect_rails_s : float
+        How long the prefill side's answer to a handshake waits for the connections of all its NICs, and at most half of
+        ``handshake_s``; beyond it the first requests have to wait for those that are missing.
     accept_s : float
         From ``submit`` to accept or reject.
     request_s : float
@@ -173,6 +176,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     handshake_s: float = 5.0
+    connect_rails_s: float = 0.5
     accept_s: float = 10.0
     request_s: float = 120.0
     cancel_s: float = 5.0
@@ -190,4 +194,4 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         if options is not None:
             bounds["heartbeats"] = options.heartbeat_interval_s * options.heartbeat_misses
             bounds |= {name: getattr(options, name) for name in ("connect_s", "stall_s", "close_s")}
-        return "\n".join(f"{name:12s} {value:8.2f} s" for name, value in bounds.items())
+        return "\n".join(f"{name:15s} {value:8.2f} s" for name, value in bounds.items())

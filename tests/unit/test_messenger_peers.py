@@ -19,7 +19,6 @@ from fabric_kv.errors import (
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.messenger.peers import Link
-from fabric_kv.messenger.prefill_sessions import CONNECT_RAILS_S
 from fabric_kv.regions import CounterToken, EngineAddress
 from fabric_kv.sharding import units
 from fabric_kv.testing import MemoryFabric
@@ -52,7 +51,8 @@ def test_connect_is_idempotent_and_shared(seed):
     assert len(peers) == 1
     assert sim.connect() is futures[0].result(0)
     assert len(sim.prefill.state()["peers"]) == 1
-    assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): {"alive": True, "session": 1, "requests": 0}}
+    fresh = {"alive": True, "degraded": None, "session": 1, "requests": 0}
+    assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): fresh}
 
 
 @pytest.mark.parametrize("trouble", ["silence", "error", "refusal"])
@@ -71,7 +71,7 @@ def test_nics_that_cannot_be_connected_beforehand_do_not_keep_peers_apart(seed, 
 
     engine.connect_rails = connect_rails
     sim.peer = sim.connect()
-    assert sim.clock[0] == (CONNECT_RAILS_S if trouble == "silence" else 0.0)
+    assert sim.clock[0] == (sim.bounds.connect_rails_s if trouble == "silence" else 0.0)
     assert any("beforehand" in record.message or "the cable is out" in record.message for record in caplog.records)
     still_works(sim)
 

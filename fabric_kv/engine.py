@@ -380,6 +380,15 @@ class Engine:
         """
         self._dispatcher.on_stalled = fn
 
+    def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
+        """Call ``fn(transfers, why)`` when a NIC completes nothing to one peer for ``options.stall_s``.
+
+        These transfers have operations in flight there; while it lasts, it is told again after as long, for those that
+        have come since. Transfers that wait, for a watch or for room, have none and are not named. The NIC may go on
+        with other peers, and other NICs with this one; where nothing at all completes :meth:`on_stalled` tells, too.
+        """
+        self._dispatcher.on_held_up = fn
+
     # -- moving data ---------------------------------------------------------------------------------------------------
 
     def write(
@@ -818,4 +827,5 @@ class Engine:
             self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
         fired = counter.done() and counter.exception(0) is None
         self._native.release_counter(token.group, token.native(), fired if quiescent is None else quiescent)
-        counter._fail(ClosedError(f"{counter!r} was released before it fired"))
+        if not counter.done():
+            counter._fail(ClosedError(f"{counter!r} was released before it fired"))

@@ -185,6 +185,8 @@ py::tuple to_tuple(const Event& e) {
             return py::make_tuple(kind, e.group, to_tuple(e.error));
         case Event::kStalled:
             return py::make_tuple(kind, e.group, to_tuple(e.error), static_cast<double>(e.id) / kSecond, e.bytes);
+        case Event::kHeldUp:
+            return py::make_tuple(kind, to_bytes(e.peer), e.transfers, e.error.text);
     }
     throw Error(ErrorKind::kInternal, "unknown event kind");
 }

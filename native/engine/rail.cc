@@ -55,7 +55,7 @@ Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint
         free_frames_.pop_back();
         ++link.frames_in_flight;
     }
-    ++link.ops_in_flight;
+    if (link.ops_in_flight++ == 0) link.last_progress_ns = now_ns;
     link.bytes_in_flight += nbytes;
     op->kind = kind;
     op->link = &link;

@@ -75,6 +75,7 @@ class Rail {
     std::uint32_t outstanding_ops = 0;
     std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
     bool stalled = false;               // reported, until the next completion
+    std::int64_t look_again_ns = 0;     // for links that complete nothing
     RailStats stats;
 
   private:

@@ -42,8 +42,9 @@ class Rest {
         sleeping_.store(false);
     }
 
+    // Whoever comes first rings; until the thread has got a core, the others need not.
     void wake() {
-        if (sleeping_.load()) bell_.ring();
+        if (sleeping_.load() && sleeping_.exchange(false)) bell_.ring();
     }
     void ring() { bell_.ring(); }
     std::uint64_t sleeps() const { return sleeps_.get(); }

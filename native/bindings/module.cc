@@ -31,7 +31,7 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
     std::vector<GroupOptions> group_options;
     for (const auto& config : configs) {
         nics.push_back(open_rails(ofi::find_nics({provider, config.nics, device_memory}), strict, left_out,
-                                  [](auto info) { return ofi::open_nic(std::move(info)); }));
+                                  [&](auto info) { return ofi::open_nic(std::move(info), !options.spin); }));
         options.cpus = config.cpus;
         group_options.push_back(options);
     }

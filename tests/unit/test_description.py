@@ -23,6 +23,7 @@ def rail(**changes: Any) -> dict[str, Any]:
         "rma_iov_limit": 4,
         "ordered_writes": True,
         "wait_fd": True,
+        "wait_is_hint": False,
         "write_latency_us_log2": [0, 0, 0, 5, 1, 0],
         "post_latency_ns_log2": [0] * 6,
     }
@@ -71,6 +72,7 @@ def test_a_closed_engine_has_no_rails() -> None:
         ({"iov_limit": 30, "rma_iov_limit": 30}, "8 places an operation", "iov_limit 30"),
         ({"ordered_writes": False}, "an immediate each", "may overtake each other"),
         ({"wait_fd": False}, "sleeps by the clock", "completion queue has none"),
+        ({"wait_fd": False, "wait_is_hint": True}, "sleeps by the clock and a bell", "peers ring when they post"),
     ],
 )
 def test_the_mode_follows_from_what_was_granted(changes: dict[str, Any], mode: str, why: str) -> None:

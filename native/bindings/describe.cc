@@ -36,6 +36,7 @@ py::dict describe_rail(Rail& rail) {
     d["fail_stop"] = info.fail_stop;
     d["imm_uses_recv"] = info.imm_uses_recv;
     d["wait_fd"] = info.wait_fd;
+    d["wait_is_hint"] = rail.nic().wait_is_hint();
     d["nic_checks_keys"] = info.nic_checks_keys;
     d["shared_memory"] = info.shared_memory;
     d["device_memory"] = info.device_memory;

@@ -192,6 +192,8 @@ class Nic {
     // The descriptor to sleep on, -1 if there is none, and whether that is safe right now (fi_trywait(3)).
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
+    // Whether something may come without it: then who sleeps must look by the clock as well. info().wait_fd is false.
+    virtual bool wait_is_hint() const { return false; }
 };
 
 }  // namespace fkv

@@ -23,6 +23,7 @@
 #include <string_view>
 #include <thread>
 
+#include "ofi/doorbell.h"
 #include "ofi/fid.h"
 #include "ofi/hang_up.h"
 #include "ofi/layers.h"
@@ -42,7 +43,7 @@ static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all o
 
 class OfiNic final : public Nic {
   public:
-    explicit OfiNic(InfoPtr info);
+    OfiNic(InfoPtr info, bool sleeps);
 
     void close_endpoint() override;
     const NicInfo& info() const override { return facts_; }
@@ -62,8 +63,9 @@ class OfiNic final : public Nic {
     OpError last_post_error() const override { return post_error_; }
     int poll(std::span<Completion> out) override;
     bool read_error(FailedCompletion& out) override;
-    int wait_fd() const override { return wait_fd_; }
+    int wait_fd() const override { return wait_is_hint() ? bell_->fd() : wait_fd_; }
     bool may_sleep() override;
+    bool wait_is_hint() const override { return bell_ && bell_->fd() >= 0; }
 
   private:
     template <typename F, typename Open>
@@ -89,6 +91,7 @@ class OfiNic final : public Nic {
     std::optional<Neighbour> self_;                        // where addresses are names, as shm's
     std::map<PeerAddress, Neighbour::Closed> neighbours_;  // peers in this process
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
+    std::optional<Doorbell> bell_;      // where peers are of this host and the provider has no descriptor
     int wait_fd_ = -1;
     std::optional<Registrations> registrations_;
 };
@@ -141,7 +144,7 @@ Fid<F> OfiNic::open(const char* what, Open&& call, const std::string& hint) {
     return Fid<F>(object, Closer{what});
 }
 
-OfiNic::OfiNic(InfoPtr info)
+OfiNic::OfiNic(InfoPtr info, bool sleeps)
     : info_(std::move(info)),
       facts_(facts_of(*info_)),
       fabric_(nullptr, Closer{"fabric"}),
@@ -179,6 +182,7 @@ OfiNic::OfiNic(InfoPtr info)
     check("fi_getname", fi_getname(&endpoint_->fid, address_.data(), &size));
     address_.resize(size);
     if (info_->addr_format == FI_ADDR_STR) self_.emplace(name_of(address_));
+    if (facts_.shared_memory && !facts_.wait_fd) bell_.emplace(name_of(address_), sleeps);
 }
 
 void OfiNic::open_cq() {
@@ -252,6 +256,7 @@ PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
     }
     if (self_)
         if (auto neighbour = Neighbour::find(name_of(address))) neighbours_[peer] = std::move(neighbour);
+    if (bell_) bell_->add(peer, name_of(address));
     return peer;
 }
 
@@ -259,6 +264,7 @@ void OfiNic::remove_peer(PeerAddress peer) {
     const auto lock = at_work();
     neighbours_.erase(peer);
     connecting_.erase(peer);
+    if (bell_) bell_->remove(peer);
     fi_addr_t address = peer;
     fi_av_remove(av_.get(), &address, 1, 0);
 }
@@ -281,6 +287,7 @@ PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
     const ssize_t rc = gone ? -FI_ENOTCONN : call();
     if (rc == 0) {
         if (!connecting_.empty()) connecting_.erase(peer);
+        if (bell_ && peer != FI_ADDR_UNSPEC) bell_->posted(peer);
         return PostResult::kOk;
     }
     if (rc == -FI_EAGAIN) {
@@ -462,12 +469,14 @@ bool OfiNic::read_error(FailedCompletion& out) {
 }
 
 bool OfiNic::may_sleep() {
+    // What rang may not have been seen yet.
+    if (wait_is_hint()) return !bell_->clear();
     fid* object = &cq_->fid;
     return fi_trywait(fabric_.get(), &object, 1) == 0;
 }
 
 }  // namespace
 
-std::unique_ptr<Nic> open_nic(InfoPtr info) { return std::make_unique<OfiNic>(std::move(info)); }
+std::unique_ptr<Nic> open_nic(InfoPtr info, bool sleeps) { return std::make_unique<OfiNic>(std::move(info), sleeps); }
 
 }  // namespace fkv::ofi

@@ -27,8 +27,12 @@ struct Peer {
         std::uint32_t ops_in_flight = 0;  // writes and frames, of one rail's
         std::uint32_t frames_in_flight = 0;
         std::uint64_t bytes_in_flight = 0;
-        // Beyond so many in flight the provider may refuse one, as it did in the middle of a batch.
-        std::uint32_t most_ops = ~std::uint32_t{0};
+        static constexpr std::uint32_t kNoBound = ~std::uint32_t{0};
+        // Of batches: beyond so many in flight the provider may refuse one, as it did since the link was last idle. It
+        // also refuses early when the target pauses: such a bound grows again.
+        std::uint32_t most_ops = kNoBound;
+        std::uint64_t kept_for = 0;         // the transfer for which room is kept ...
+        std::int64_t kept_until_ns = 0;     // ... until then
         std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
         std::int64_t reported_ns = 0;       // when it was last said that nothing completes
     };

@@ -15,6 +15,8 @@ constexpr std::size_t kPostsPerTurn = 64;          // writes that a transfer may
 constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
 constexpr std::uint64_t kMaxPeerBytes = 4 << 20;   // bulk in flight to one peer on one rail: above bandwidth x delay
 constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
+constexpr std::uint32_t kEnoughOps = 64;           // in flight to one peer on one rail to keep it busy
+constexpr std::int64_t kKeptNs = kMillisecond;     // room that a batch waits for
 constexpr std::uint32_t kMaxBatch = 16;  // writes with one immediate: it costs little more than one write then
 
 OpError detail_of(const Error& error) {
@@ -193,36 +195,63 @@ bool has_room(const Rail& rail, const Peer::Link& link, std::uint32_t writes) {
     return rail.has_room(link, writes) && link.ops_in_flight + writes <= link.most_ops;
 }
 
-}  // namespace
-
-bool Poster::may_defer(const Transfer& transfer, const Peer::Link& link) const {
-    const auto& rail = *rails_[link.local_rail];
+// Whether the following write could answer for the planned one.
+bool could_defer(const Transfer& transfer) {
     const auto &one = transfer.planned, &next = transfer.following;
     const auto& batch = transfer.batch;
     if (one.units == 0 || next.units == 0 || next.after_plain) return false;
     // A layer's last write speaks for itself and all before it.
     if (one.piece->layer != next.piece->layer || one.piece->dst->group != next.piece->dst->group) return false;
-    if (batch.num_writes + 1 >= kMaxBatch || batch.nbytes + one.nbytes + next.nbytes > kMaxWriteBytes ||
-        batch.units + one.units + next.units > kMaxWeight)
-        return false;
-    // A post behind messages that rxm holds back for lack of credits may poll, and so change the connection.
-    if (link.frames_in_flight > 0) return false;
-    return has_room(rail, link, 2) &&
-           (transfer.urgent || link.bytes_in_flight + one.nbytes + next.nbytes <= kMaxPeerBytes);
+    return batch.num_writes + 1 < kMaxBatch && batch.nbytes + one.nbytes + next.nbytes <= kMaxWriteBytes &&
+           batch.units + one.units + next.units <= kMaxWeight;
 }
+
+// Whether the planned write may leave its immediate to the following one, which will then be posted at once.
+bool may_defer(const Transfer& transfer, const Rail& rail, const Peer::Link& link) {
+    // A post behind messages that rxm holds back for lack of credits may poll, and so change the connection.
+    return link.frames_in_flight == 0 && has_room(rail, link, 2) &&
+           (transfer.urgent ||
+            link.bytes_in_flight + transfer.planned.nbytes + transfer.following.nbytes <= kMaxPeerBytes);
+}
+
+// A full queue has room for one write after the other. While enough are under way, a batch waits until all of it has,
+// and nobody takes the room away meanwhile: for a moment, since who waits may be gone the next time.
+bool waits_for_room(const Transfer& transfer, const Rail& rail, Peer::Link& link, std::int64_t now) {
+    if (transfer.urgent || transfer.batch.link || link.ops_in_flight == 0) return false;
+    const bool is_free = link.ops_in_flight < kMaxBatch || rail.has_room(link, kMaxBatch);
+    if (is_free && link.ops_in_flight + kMaxBatch <= link.most_ops) return false;
+    link.kept_for = transfer.id;
+    link.kept_until_ns = now + kKeptNs;
+    return true;
+}
+
+// What became of a write of a batch, which its link and its transfer learn from.
+void advance(Transfer& transfer, Peer::Link& link, bool defers, PostResult result) {
+    auto& batch = transfer.batch;
+    if (result == PostResult::kOk) {
+        link.kept_until_ns = 0;
+        const auto units = batch.units + transfer.planned.units, nbytes = batch.nbytes + transfer.planned.nbytes;
+        batch = defers ? Batch{&link, batch.num_writes + 1, units, nbytes} : Batch{};
+        if (!defers && link.most_ops < kEnoughOps) ++link.most_ops;
+    } else if (result == PostResult::kAgain && batch.link && !batch.refused) {
+        batch.refused = true;
+        link.most_ops = std::max(kMaxBatch, link.ops_in_flight - 1);
+    }
+}
+
+}  // namespace
 
 PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now) {
     auto& rail = *rails_[link.local_rail];
     const auto& planned = transfer.planned;
-    auto& batch = transfer.batch;
     if (!transfer.urgent && link.bytes_in_flight > 0 && link.bytes_in_flight + planned.nbytes > kMaxPeerBytes)
         return PostResult::kAgain;
     const bool counted = transfer.token.unit_bytes > 0;
-    const bool batches = transfer.has_following && rail.info().fail_stop;
-    // A full queue has room for one write after the other. While enough are under way, a batch waits for all it needs.
-    if (batches && !batch.link && link.ops_in_flight >= kMaxBatch && !has_room(rail, link, kMaxBatch))
-        return PostResult::kAgain;
-    const bool defers = batches && may_defer(transfer, link);
+    if (!transfer.urgent && now < link.kept_until_ns && link.kept_for != transfer.id) return PostResult::kAgain;
+    const bool batches = transfer.has_following && rail.info().fail_stop && could_defer(transfer);
+    if (batches && link.ops_in_flight == 0) link.most_ops = Peer::Link::kNoBound;
+    if (batches && waits_for_room(transfer, rail, link, now)) return PostResult::kAgain;
+    const bool defers = batches && may_defer(transfer, rail, link);
     auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, planned.nbytes, now);
     if (!op) return PostResult::kAgain;
     std::array<WritePart, kMaxParts> parts;
@@ -242,7 +271,7 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     WriteOp write{};
     write.parts = {parts.data(), planned.num_runs};
     write.peer = link.address;
-    const auto units = batch.units + planned.units;
+    const auto units = transfer.batch.units + planned.units;
     write.has_imm = counted && planned.units > 0 && !defers;
     write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(units)});
     write.context = &op->context;
@@ -252,12 +281,7 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     const auto begin = sampled ? now_ns() : 0;
     const auto result = rail.nic().post_write(write);
     if (sampled && result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
-    if (defers && result == PostResult::kOk)
-        batch = {&link, batch.num_writes + 1, units, batch.nbytes + planned.nbytes};
-    else if (batch.link && result == PostResult::kOk)
-        batch = {};
-    else if (batch.link && result == PostResult::kAgain)
-        link.most_ops = std::max(kMaxBatch, link.ops_in_flight - 1);
+    if (defers || transfer.batch.link) advance(transfer, link, defers, result);
     return posted(result, op, rail, transfer);
 }
 

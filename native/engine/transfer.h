@@ -30,6 +30,7 @@ struct Batch {
     std::uint32_t num_writes = 0;
     std::uint64_t units = 0;
     std::uint64_t nbytes = 0;
+    bool refused = false;  // the provider would not take the one that was to follow
 };
 
 struct Transfer {

@@ -19,8 +19,7 @@ void World::fail(Op& op, int fi_errno, const std::string& why, Action how) {
     op.target_done = true;
     op.target.held = op.back.held = 0;
     // What was cut off takes nobody else along.
-    if (is_ordered(op) && !is_cut_off(op))
-        broken[{src.id, op.view.dst}] = src.profile.reconnects ? stats.posts : ~std::uint64_t{0};
+    if (is_ordered(op) && !is_cut_off(op)) broken[{src.id, op.view.dst}] = ~std::uint64_t{0};
     // What was reported as done may still be lost with its target.
     if (src.gone || (op.reported && nics[op.view.dst].gone)) return;
     if (op.reported && src.profile.silent_refusals) return;

@@ -2,6 +2,7 @@
 
 #include <rdma/fi_errno.h>
 
+#include <cstdlib>
 #include <cstring>
 
 namespace fkv::ofi {
@@ -53,6 +54,8 @@ std::string why_no_immediates(const fi_info& info, const fi_info* connections) {
 
 bool is_fail_stop(const fi_info& info, const fi_info* connections) {
     if (!is_layered(info)) return false;
+    // By it rxm has a thread of its own for connections, whatever progress it is asked for.
+    if (std::getenv("FI_OFI_RXM_DATA_AUTO_PROGRESS")) return false;  // NOLINT(concurrency-mt-unsafe)
     for (const auto* connection = connections; connection; connection = connection->next)
         if (domain_of(*connection) == domain_of(info) && connection->ep_attr->protocol == FI_PROTO_RDMA_CM_IB_RC)
             return true;

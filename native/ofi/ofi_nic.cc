@@ -94,6 +94,7 @@ class OfiNic final : public Nic {
     std::optional<Doorbell> bell_;      // where peers are of this host and the provider has no descriptor
     int wait_fd_ = -1;
     std::optional<Registrations> registrations_;
+    std::set<void*> receive_descs_;  // of all receives that were ever posted
 };
 
 NicInfo facts_of(const fi_info& info) {
@@ -362,6 +363,7 @@ PostResult OfiNic::post_send(const MessageOp& op) {
 }
 
 PostResult OfiNic::post_recv(const MessageOp& op) {
+    if (receive_descs_.empty() || *receive_descs_.rbegin() != op.local_desc) receive_descs_.insert(op.local_desc);
     return post("recv", FI_ADDR_UNSPEC, [&] {
         return fi_recv(endpoint_.get(), op.buffer, op.nbytes, op.local_desc, FI_ADDR_UNSPEC, op.context);
     });
@@ -398,10 +400,11 @@ void OfiNic::close_endpoint() {
         }
     };
     read();
-    // On verbs it crashes when an immediate comes in while a connection closes. Without its key no peer writes any
-    // more: the first that tries breaks its connection, and with that what it has posted behind.
+    // On verbs it crashes when something comes in while a connection closes. Without its key no peer writes data any
+    // more: the first that tries breaks its connection, and with that what it has posted behind. rxm looks at the
+    // descriptors of receives as long as messages come, so these registrations stay.
     if (facts_.fail_stop && facts_.nic_checks_keys) {
-        registrations_->close_all();
+        registrations_->close_all(receive_descs_);
         for (int tries = 0; tries < 20; ++tries) {
             read();
             std::this_thread::sleep_for(std::chrono::milliseconds(1));

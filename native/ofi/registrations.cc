@@ -75,10 +75,13 @@ std::size_t Registrations::num_open() const {
     return open_->handles.size();
 }
 
-void Registrations::close_all() {
+void Registrations::close_all(const std::set<void*>& kept) {
     std::lock_guard lock(open_->mutex);
-    for (auto* handle : open_->handles) handle->close_mr();
-    open_->handles.clear();
+    std::erase_if(open_->handles, [&](Handle* handle) {
+        if (kept.contains(handle->local_desc())) return false;
+        handle->close_mr();
+        return true;
+    });
 }
 
 // Registers by call(key, &mr).

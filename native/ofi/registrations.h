@@ -10,7 +10,7 @@
 
 namespace fkv::ofi {
 
-// Threads: any. `facts`, `domain` and `endpoint` must outlive it and its handles.
+// Threads: any. `facts`, `domain` and `endpoint` must outlive it, and its open handles.
 class Registrations {
   public:
     Registrations(const NicInfo& facts, const fi_domain_attr& attr, fid_domain* domain, fid_ep* endpoint);
@@ -19,8 +19,8 @@ class Registrations {
     std::unique_ptr<MemoryHandle> add(void* base, std::uint64_t nbytes);
     std::unique_ptr<MemoryHandle> add_device(const DeviceMemory& memory);
 
-    // Closes what is open. Its handles stay valid, but their keys are nobody's.
-    void close_all();
+    // Closes what is open, but for `kept` descriptors. Its handles stay valid, but their keys are nobody's.
+    void close_all(const std::set<void*>& kept);
     std::size_t num_open() const;
 
   private:

@@ -10,6 +10,7 @@ namespace {
 using namespace fkv::fake;
 
 constexpr std::uint64_t kPage = 64;
+constexpr unsigned kBulk = 1200;  // pages that are no longer urgent
 
 FakeProfile deep(FakeProfile profile) {
     profile.tx_depth = profile.rx_depth = 512;
@@ -22,9 +23,10 @@ unsigned immediates(unsigned batches, unsigned writes) { return nic_threads() ? 
 
 class EngineBatch : public ::testing::Test {
   protected:
-    void start(Cluster& cluster, const FakeProfile& profile, std::size_t rails = 1) {
-        a = &cluster.add({.rails = {rails}, .profile = profile});
-        b = &cluster.add({.rails = {rails}, .profile = profile});
+    void start(Cluster& cluster, const FakeProfile& profile, std::size_t rails = 1,
+               std::size_t memory_bytes = 1 << 16) {
+        a = &cluster.add({.rails = {rails}, .profile = profile, .memory_bytes = memory_bytes});
+        b = &cluster.add({.rails = {rails}, .profile = profile, .memory_bytes = memory_bytes});
         for (std::size_t i = 0; i < a->memory.size(); ++i) a->memory[i] = static_cast<std::byte>(i / kPage % 190);
         writes = imms = 0;
         cluster.fabric.add_rule({.step = Step::kLeave,
@@ -139,6 +141,44 @@ TEST_F(EngineBatch, refusals_on_the_way_lose_nothing) {
         start(cluster, profile, 1 + round % 3);
         move(cluster, 100);
     }
+}
+
+TEST_F(EngineBatch, refusals_do_not_put_an_end_to_batches) {
+    Cluster cluster(seed);
+    auto profile = deep(FakeProfile::connected());
+    profile.eagain_percent = 1;
+    start(cluster, profile, 1, 1 << 18);
+    for (int round = 0; round < 5; ++round) {
+        writes = imms = 0;
+        ASSERT_NO_FATAL_FAILURE(move(cluster, kBulk));
+        EXPECT_LE(imms, immediates(kBulk / 2, kBulk)) << "in round " << round;
+    }
+}
+
+// Who needs one place at a time must not take each that a batch waits for.
+TEST_F(EngineBatch, writes_without_a_counter_do_not_overtake_a_batch_for_good) {
+    Cluster cluster(seed);
+    auto profile = deep(FakeProfile::connected());
+    profile.tx_depth = 64;
+    start(cluster, profile, 1, 1 << 19);
+    constexpr std::uint64_t kElsewhere = 1 << 18;
+    const auto border = reinterpret_cast<std::uint64_t>(b->memory.data()) + kElsewhere;
+    std::atomic<unsigned> counted{0}, others{0}, overtook{0};
+    cluster.fabric.add_rule({.step = Step::kLeave,
+                             .match = [](const OpView& op) { return op.kind == OpKind::kWrite; },
+                             .times = Rule::kAlways,
+                             .call =
+                                 [&](const OpView& op) {
+                                     if (op.dst_address >= border)
+                                         ++others;
+                                     else if (++counted == kBulk)
+                                         overtook = others.load();
+                                 }});
+    const auto token = b->counter(kPage, kBulk);
+    const auto first = a->write_pages(*b, 0, 0, kBulk, kPage, token)->id;
+    const auto second = a->write_pages(*b, 0, kElsewhere, kBulk + 400, kPage)->id;
+    ASSERT_TRUE(cluster.wait([&] { return a->ended(first) && a->ended(second); })) << cluster.where();
+    EXPECT_LT(overtook, kBulk + 300);
 }
 
 class EngineBatchLayers : public EngineBatch {

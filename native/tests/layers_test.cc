@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -53,6 +54,9 @@ TEST_F(Layered, queue_pairs_beneath_are_fail_stop) {
     EXPECT_FALSE(is_fail_stop(*offer("verbs;ofi_rxm", "siw0", FI_PROTO_RXM, 4), list.get()));
     EXPECT_FALSE(is_fail_stop(*offer("verbs;ofi_rxm", "mlx5_2", FI_PROTO_RXM, 4), list.get()));
     EXPECT_FALSE(is_fail_stop(*offer("efa", "rdmap0s6-rdm", FI_PROTO_EFA, 4), nullptr));
+    ::setenv("FI_OFI_RXM_DATA_AUTO_PROGRESS", "1", 1);
+    EXPECT_FALSE(is_fail_stop(*offer("verbs;ofi_rxm", "mlx5_1", FI_PROTO_RXM, 4), list.get()));
+    ::unsetenv("FI_OFI_RXM_DATA_AUTO_PROGRESS");
     Layers layers;
     EXPECT_FALSE(layers.is_fail_stop(*find_nics({"tcp;ofi_rxm", {"127.0.0.1"}}).front())) << "it connects anew";
 }

@@ -73,6 +73,7 @@ class Demo:
     """A demo whose prefill takes long, in a session of its own: what it leaves behind is found by that."""
 
     def __init__(self, *options: str) -> None:
+        self.older = set(Path("/dev/shm").iterdir())  # of processes that had the same number
         command = [sys.executable, "-u", str(ROOT / "examples" / "disaggregated.py"), "--chunk-tokens", "1", *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -109,7 +110,8 @@ class Demo:
         return found
 
     def shm_files(self) -> list[Path]:
-        return [path for pid in self.engines.values() for path in Path("/dev/shm").glob(f"{pid}[-:]*")]
+        found = (path for pid in self.engines.values() for path in Path("/dev/shm").glob(f"{pid}[-:]*"))
+        return [path for path in found if path not in self.older]
 
     def nothing_is_left(self) -> bool:
         deadline = time.monotonic() + LONG

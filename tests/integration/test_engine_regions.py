@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 from collections.abc import Iterator
@@ -139,11 +140,12 @@ def test_what_a_region_costs_does_not_grow_with_their_number(engine: Engine) -> 
     count = 5000
     values = np.zeros(count * PAGE, np.uint8)
     write(engine, engine, engine.register(values), 0, 1)  # connects
+    gc.collect()  # engines of other tests, which would close meanwhile
     none, descriptors = figures(engine), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         regions = [engine.register(values[i * PAGE : (i + 1) * PAGE]) for i in range(count)]
         assert figures(engine) == (none[0] + count, none[1] + count, none[2] + values.nbytes)
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
         again = [engine.register(values[i * PAGE : (i + 1) * PAGE]) for i in range(count)]
         assert figures(engine) == (none[0] + 2 * count, none[1] + count, none[2] + values.nbytes)
         for region in regions[::2]:

@@ -258,9 +258,14 @@ def test_a_program_can_tell_why_a_request_is_rejected(seed):
     sim.run(fetch.handle.done)
     assert (fetch.error.reason, fetch.error.pages_clean) == ("no_capacity", True)
     wrong = sim.submit(8)
+    tail = sim.prefill._sessions[sim.decode_engine.epoch].tail
     sim.prefill._sessions[sim.decode_engine.epoch].tail = None  # as if the two had agreed on something else
     sim.run(wrong.handle.done)
     assert (wrong.error.reason, wrong.error.pages_clean) == ("incompatible", True)
+    sim.scheduler.on_request, sim.scheduler.refuse, sim.scheduler.pause = answer, None, True
+    sim.prefill._sessions[sim.decode_engine.epoch].tail = tail
+    sim.submit(8)  # keeps the messenger from having closed
+    sim.run(lambda: sim.scheduler.jobs)
     sim.prefill._closing = True
     late = sim.submit(8)
     sim.run(late.handle.done)

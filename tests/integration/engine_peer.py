@@ -33,8 +33,8 @@ from fabric_kv.errors import FabricKVError
 from fabric_kv.regions import CounterToken, RemoteRegion
 from fabric_kv.transfers import Counter, MemoryRegion, PagePiece, Peer, Transfer
 
-# Nothing takes that long unless it hangs. No test relies on it in order to pass.
-LONG = 60.0
+from .fabrics import LONG
+
 CANARY = 0xA5
 
 
@@ -164,6 +164,11 @@ class Node:
         self.transfers += [self.engine.submit(self.peer, [piece], token=token) for _ in range(count)]
         return len(self.transfers)
 
+    def ends(self) -> list[str]:
+        """How the transfers that were left on their way have ended: ``done``, or the name of the error."""
+        errors = [transfer.exception(LONG) for transfer in self.transfers]
+        return [type(error).__name__ if error else "done" for error in errors]
+
     def obey(self) -> None:
         """From now on messages are WriteOrders; the writes begin in the callback."""
         self.engine.on_message(self._obey)
@@ -253,7 +258,7 @@ class PeerProcess:
         self._gate, their_gate = socket.socketpair()
         with theirs, their_gate:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(their_gate.fileno())],
+                [sys.executable, "-m", f"{__package__}.engine_peer", str(theirs.fileno()), str(their_gate.fileno())],
                 pass_fds=[theirs.fileno(), their_gate.fileno()],
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             )

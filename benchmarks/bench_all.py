@@ -1,6 +1,6 @@
 """All that ``scripts/bench`` measures: parts one after the other, then files and tables.
 
-    scripts/bench                         pages, calls and scaling, short
+    scripts/bench                         pages, core, calls and scaling, short
     scripts/bench --full --update docs/performance.md
     scripts/bench pages --providers tcp,shm --page-bytes 4096,16384 --repetitions 9
 
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_calls
+import bench_core
 import bench_pages
 import bench_scaling
 from bench_tables import Table, as_markdown, describe_run, machine_text, print_tables, update_document
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("pages", "calls", "scaling")
+PARTS = ("pages", "core", "calls", "scaling")
 PICTURE = "scaling.svg"
 
 
@@ -38,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     add("--full", action="store_true", help="all page sizes, more repetitions: as docs/performance.md has it")
     add("--providers", type=lambda text: text.split(","), default=list(bench_pages.PROVIDERS), help="of pages")
     add("--page-bytes", type=numbers, help="of pages; default: 4 and 64 KiB, with --full 1 KiB to 1 MiB")
-    add("--repetitions", type=int, help="of pages and scaling; default: 3, with --full 7")
+    add("--repetitions", type=int, help="of pages, core and scaling; default: 3, with --full 7")
     add("--out", type=Path, default=ROOT / "build" / "bench", metavar="FOLDER", help="for files (default build/bench)")
     add("--update", type=Path, metavar="DOCUMENT", help="put tables here, and the picture into pictures/ beside it")
     args = parser.parse_args()
@@ -55,11 +56,13 @@ def main() -> None:
     sizes = args.page_bytes or (bench_pages.PAGE_BYTES if args.full else bench_pages.SHORT_PAGE_BYTES)
     measures: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "pages": lambda: list(bench_pages.measure(args.providers, sizes, repetitions=repetitions)),
+        "core": lambda: bench_core.measure(repetitions=repetitions),
         "calls": lambda: bench_calls.measure(short=not args.full),
         "scaling": lambda: list(bench_scaling.measure(repetitions=repetitions)),
     }
     shown: dict[str, Callable[[list[dict[str, Any]]], list[Table]]] = {
         "pages": lambda results: list(bench_pages.tables(results)),
+        "core": lambda results: list(bench_core.tables(results)),
         "calls": lambda results: list(bench_calls.tables(results)),
         "scaling": lambda results: list(bench_scaling.tables(results)),
     }

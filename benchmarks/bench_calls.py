@@ -50,13 +50,14 @@ def measure(*, short: bool) -> list[dict[str, Any]]:
 def read(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The results in a file of pytest-benchmark's.
 
-    Times are in microseconds. ``ratio``: the median over that of the bare thing with the same parameters, or else
-    without any; None where none is named. KeyError if one is named that was not measured.
+    Times are in microseconds, of one call where a round makes several (``extra_info["calls"]``). ``ratio``: the median
+    over that of the bare thing with the same parameters, or else without any; None where none is named. KeyError if one
+    is named that was not measured.
     """
-    medians = {(_suite(found), found["name"]): found["stats"]["median"] * 1e6 for found in data["benchmarks"]}
+    medians = {(_suite(found), found["name"]): _us_of_a_call(found, "median") for found in data["benchmarks"]}
     results = []
     for found in data["benchmarks"]:
-        suite, stats, info = _suite(found), found["stats"], found["extra_info"]
+        suite, info = _suite(found), found["extra_info"]
         bare, ratio = info.get("bare"), None
         if bare is not None:
             _, bracket, parameters = found["name"].partition("[")
@@ -68,16 +69,20 @@ def read(data: dict[str, Any]) -> list[dict[str, Any]]:
                 "what": "call",
                 "suite": suite,
                 "name": found["name"],
-                "median_us": stats["median"] * 1e6,
-                "q1_us": stats["q1"] * 1e6,
-                "q3_us": stats["q3"] * 1e6,
-                "rounds": stats["rounds"],
+                "median_us": _us_of_a_call(found, "median"),
+                "q1_us": _us_of_a_call(found, "q1"),
+                "q3_us": _us_of_a_call(found, "q3"),
+                "rounds": found["stats"]["rounds"],
                 "target_us": info.get("target_us"),
                 "bare": bare,
                 "ratio": ratio,
             }
         )
     return results
+
+
+def _us_of_a_call(found: dict[str, Any], which: str) -> float:
+    return float(found["stats"][which] * 1e6 / found["extra_info"].get("calls", 1))
 
 
 def _suite(found: dict[str, Any]) -> str:

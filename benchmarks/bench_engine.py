@@ -7,8 +7,11 @@ with the call for the cores: bench_pages.py measures throughput.
 
 from __future__ import annotations
 
+import os
 import queue
+import select
 import threading
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 
 from fabric_kv import Counter, Engine, EngineOptions, MemoryRegion, PageList, PreparedPiece, RemoteRegion
-from fabric_kv.transfers import Peer
+from fabric_kv.transfers import Peer, Transfer
 
 pytest.importorskip("pytest_benchmark")
 
@@ -68,6 +71,7 @@ def test_write_pages_returns(benchmark, ends: Ends, num_pages: int, as_list: boo
     settle()
     # A copy of a million indices has 2 ns each on top.
     benchmark.extra_info["target_us"] = 5 if num_pages == 16 else 1000 if as_list else 3000
+    benchmark.extra_info["bare"] = "test_a_sleeping_thread_is_rung"
 
 
 def test_prepared_submission_returns(benchmark, ends: Ends) -> None:
@@ -86,6 +90,58 @@ def test_prepared_submission_returns(benchmark, ends: Ends) -> None:
     benchmark.pedantic(submit, setup=settle, rounds=500, warmup_rounds=5)
     settle()
     benchmark.extra_info["target_us"] = 3
+    benchmark.extra_info["bare"] = "test_a_sleeping_thread_is_rung"
+
+
+@pytest.mark.parametrize("how", ["write_pages-array", "write_pages-PageList", "prepared-PageList"])
+def test_sixteen_pages_back_to_back(benchmark, ends: Ends, how: str) -> None:
+    """One of many calls in a row: the first one has woken the engine's thread."""
+    pages = np.random.default_rng(1).permutation(16)
+    given = pages if how.endswith("array") else PageList(pages)
+    piece = PreparedPiece(ends.source, 0, PAGE_BYTES, ends.sink, 0, PAGE_BYTES, PAGE_BYTES)
+    prepared = ends.ours.prepare(ends.peer, [piece])
+    row = range(100)
+    transfers: list[Transfer] = []
+
+    def write_pages() -> None:
+        write = ends.ours.write_pages
+        transfers[:] = [write(ends.peer, ends.source, ends.sink, given, given, page_bytes=PAGE_BYTES) for _ in row]
+
+    def submit() -> None:
+        transfers[:] = [prepared.submit([(given, given)]) for _ in row]
+
+    def settle() -> None:
+        while transfers:
+            transfers.pop().result(LONG)
+
+    benchmark.pedantic(submit if how.startswith("prepared") else write_pages, setup=settle, rounds=50, warmup_rounds=2)
+    settle()
+    benchmark.extra_info["calls"] = len(row)
+    benchmark.extra_info["target_us"] = 3 if how.startswith("prepared") else 5
+
+
+def test_a_sleeping_thread_is_rung(benchmark) -> None:
+    """What waking a thread costs whoever wakes it: a submission to an engine that sleeps has that on top."""
+    bell, over = os.eventfd(0, os.EFD_NONBLOCK), threading.Event()
+
+    def sleep() -> None:
+        waiting = select.poll()
+        waiting.register(bell, select.POLLIN)
+        while not over.is_set():
+            if waiting.poll(LONG * 1000):
+                os.eventfd_read(bell)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    try:
+        benchmark.pedantic(
+            lambda: os.eventfd_write(bell, 1), setup=lambda: time.sleep(0.0005), rounds=500, warmup_rounds=5
+        )
+    finally:
+        over.set()
+        os.eventfd_write(bell, 1)
+        thread.join(LONG)
+        os.close(bell)
 
 
 def test_counters_are_taken_and_given_back(benchmark, ends: Ends) -> None:

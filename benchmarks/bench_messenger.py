@@ -13,17 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from idle_scheduler import IdleScheduler
 
 from fabric_kv import CacheSpec, Engine, KVLayout, PageList, Placement
-from fabric_kv.errors import FabricKVError
 from fabric_kv.messenger import (
     Chunk,
     DecodeMessenger,
     PrefillMessenger,
     PrefillPeer,
-    PrefillRequest,
     Request,
-    RequestKey,
 )
 
 pytest.importorskip("pytest_benchmark")
@@ -33,24 +31,8 @@ NUM_PAGES = 64
 LONG = 30.0
 
 
-class Queue:
-    """A scheduler that computes nothing."""
-
-    def __init__(self) -> None:
-        self.requests: queue.SimpleQueue[PrefillRequest] = queue.SimpleQueue()
-
-    def on_request(self, request: PrefillRequest) -> None:
-        self.requests.put(request)
-
-    def on_released(self, key: RequestKey) -> None:
-        pass
-
-    def on_failed(self, key: RequestKey, error: FabricKVError) -> None:
-        raise error
-
-
 class Sides(NamedTuple):
-    scheduler: Queue
+    scheduler: IdleScheduler
     prefill: PrefillMessenger
     decode: DecodeMessenger
     peer: PrefillPeer
@@ -68,7 +50,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
     spec = CacheSpec.dense(layout, Placement(), NUM_PAGES)
     with Engine("tcp", nics=["127.0.0.1"]) as ours, Engine("tcp", nics=["127.0.0.1"]) as theirs:
         memory = [np.zeros(spec.memory[0].region_bytes[0], np.uint8) for _ in "ab"]
-        scheduler = Queue()
+        scheduler = IdleScheduler()
         with (
             PrefillMessenger(ours, spec, [[ours.register(memory[0])]], scheduler) as prefill,
             DecodeMessenger(theirs, spec, [[theirs.register(memory[1])]]) as decode,

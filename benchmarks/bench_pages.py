@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from bench_tables import Table, range_text, summary
-from contenders import EnginePair, open_floor
+from contenders import EnginePair, engine_latency, open_floor
 
 from fabric_kv.bench.floor import Floor, FloorLatency, pages_of_a_round
 
@@ -30,6 +31,7 @@ ROUND_PAGES = 8192  # moved in one round, but no more than 32 MiB
 ROUNDS = 5  # of which a repetition takes the median
 LATENCY_BYTES = 16 * KIB
 LATENCY_ROUNDS = 1000
+WAKE_GAPS_US = {200: 500, 5000: 200, 50_000: 30}  # of silence before each round trip, and how many of these
 MODES = ("spin", "adaptive")
 
 # Issue 5's: engine over floor, at least; for latency at most, and only for a spinning engine.
@@ -54,6 +56,7 @@ def measure(providers: Sequence[str], page_bytes: Sequence[int], *, repetitions:
                 yield from compare_pages(floor, engines, size, pattern, repetitions)
             print(f"{provider}: latency and submission", file=sys.stderr)
             yield from compare_latency(floor, engines, repetitions)
+            yield from measure_wakes(provider, repetitions)
             if provider == providers[0]:
                 yield from measure_submit(engines[-1], repetitions)
 
@@ -85,24 +88,42 @@ def compare_pages(
 
 def compare_latency(floor: Floor, engines: Sequence[EnginePair], repetitions: int) -> Iterator[dict[str, Any]]:
     """A result for each engine, in microseconds."""
-    found: dict[str, list[FloorLatency]] = {side.name: [] for side in (floor, *engines)}
-    for _ in range(repetitions):
-        for side in (floor, *engines):
-            found[side.name].append(side.latency(LATENCY_BYTES, LATENCY_ROUNDS))
+    contenders: dict[tuple[str, str], Callable[[], FloorLatency]] = {}
     for engine in engines:
-        pairs = zip(found[engine.name], found["floor"], strict=True)
+        contenders["C++", engine.name] = partial(
+            engine_latency, floor.provider, engine.name, LATENCY_BYTES, LATENCY_ROUNDS
+        )
+        contenders["Python", engine.name] = partial(engine.latency, LATENCY_BYTES, LATENCY_ROUNDS)
+    bare: list[FloorLatency] = []
+    found: dict[tuple[str, str], list[FloorLatency]] = {key: [] for key in contenders}
+    for _ in range(repetitions):
+        bare.append(floor.latency(LATENCY_BYTES, LATENCY_ROUNDS))
+        for key, measure_one in contenders.items():
+            found[key].append(measure_one())
+    for (threads, progress), ours in found.items():
         yield {
             "what": "latency",
             "provider": floor.provider,
-            "progress": engine.name,
+            "threads": threads,
+            "progress": progress,
             "page_bytes": LATENCY_BYTES,
             **{
-                f"{who}_{field}": summary([getattr(latency, field) for latency in found[name]])
-                for who, name in (("floor", "floor"), ("engine", engine.name))
+                f"{who}_{field}": summary([getattr(latency, field) for latency in latencies])
+                for who, latencies in (("floor", bare), ("engine", ours))
                 for field in FloorLatency._fields
             },
-            "ratio": summary([ours.p50_us / bare.p50_us for ours, bare in pairs]),
+            "ratio": summary([mine.p50_us / its.p50_us for mine, its in zip(ours, bare, strict=True)]),
         }
+
+
+def measure_wakes(provider: str, repetitions: int) -> Iterator[dict[str, Any]]:
+    """How long it takes to reach an adaptive engine that has had nothing to do for a while, between C++ threads."""
+    for gap_us, rounds in WAKE_GAPS_US.items():
+        found = [
+            engine_latency(provider, "adaptive", LATENCY_BYTES, rounds, gap_us=gap_us).p50_us
+            for _ in range(repetitions)
+        ]
+        yield {"what": "wake", "provider": provider, "gap_us": gap_us, "us": summary(found)}
 
 
 def measure_submit(engine: EnginePair, repetitions: int) -> Iterator[dict[str, Any]]:
@@ -161,6 +182,7 @@ def rows_of_latency(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     for r in results:
         yield [
             r["provider"],
+            r["threads"],
             r["progress"],
             *(
                 f"{r[f'{who}_p50_us']['median']:.1f} / {r[f'{who}_p99_us']['median']:.0f}"
@@ -169,6 +191,12 @@ def rows_of_latency(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             range_text(r["ratio"]),
             *(("≤ 1.3", verdict(r["ratio"]["median"] <= TARGET_LATENCY)) if r["progress"] == "spin" else ("–", "–")),
         ]
+
+
+def rows_of_wakes(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    for r in results:
+        us = r["us"]
+        yield [r["provider"], f"{r['gap_us'] / 1000:g}", f"{us['median']:.0f} ({us['min']:.0f}–{us['max']:.0f})"]
 
 
 def rows_of_submit(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
@@ -199,9 +227,15 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
         ),
         (
             "latency",
-            "A 16 KiB write and its counter, one way, half a ping-pong of two Python threads",
-            ["provider", "progress", "floor p50 / p99 µs", "engine p50 / p99 µs", "engine / floor", *per],
+            "A 16 KiB write and its counter, one way: half a ping-pong of two threads that wait for counters",
+            ["provider", "threads", "progress", "floor p50 / p99 µs", "engine p50 / p99 µs", "engine / floor", *per],
             rows_of_latency,
+        ),
+        (
+            "wake",
+            "The same after silence, adaptive, C++ threads: half a round trip whose first half wakes the other side",
+            ["provider", "ms of silence", "p50 µs"],
+            rows_of_wakes,
         ),
         ("submit", "Until write_pages returns", ["provider", "pages", "µs", *per], rows_of_submit),
     ):

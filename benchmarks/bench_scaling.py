@@ -11,7 +11,6 @@ turn, and the ratio is taken within a turn.
 
 from __future__ import annotations
 
-import queue
 import re
 import shutil
 import statistics
@@ -26,11 +25,11 @@ from typing import Any
 
 import numpy as np
 from bench_tables import Table, summary
+from idle_scheduler import IdleScheduler
 
 from fabric_kv import CacheSpec, Engine, EngineOptions, KVLayout, PageList, PagePiece, Placement
 from fabric_kv.config import Bounds
-from fabric_kv.errors import FabricKVError
-from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, PrefillRequest, Request, RequestKey
+from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Request
 
 __all__ = ["AXES", "draw", "measure", "tables"]
 
@@ -249,22 +248,6 @@ def _transfers_in_flight(stack: ExitStack, provider: str, numbers: Sequence[int]
     return lambda now: {n: statistics.median(_spent_us(lambda n=n: move(n)) for _ in range(rounds(n))) / n for n in now}
 
 
-class _Queue:
-    """A scheduler that computes nothing."""
-
-    def __init__(self) -> None:
-        self.requests: queue.SimpleQueue[PrefillRequest] = queue.SimpleQueue()
-
-    def on_request(self, request: PrefillRequest) -> None:
-        self.requests.put(request)
-
-    def on_released(self, key: RequestKey) -> None:
-        pass
-
-    def on_failed(self, key: RequestKey, error: FabricKVError) -> None:
-        raise error
-
-
 def _requests_in_flight(stack: ExitStack, provider: str, numbers: Sequence[int]) -> Turn:
     """So many requests of a page, all submitted before the first is served, until the last is ready."""
     most, tokens = max(numbers), 16
@@ -272,7 +255,7 @@ def _requests_in_flight(stack: ExitStack, provider: str, numbers: Sequence[int])
     spec = CacheSpec.dense(layout, Placement(), most)
     ours, theirs = (_engine(stack, provider) for _ in "ab")
     memory = [np.zeros(spec.memory[0].region_bytes[0], np.uint8) for _ in "ab"]
-    scheduler, bounds = _Queue(), Bounds(accept_s=LONG, request_s=LONG)
+    scheduler, bounds = IdleScheduler(), Bounds(accept_s=LONG, request_s=LONG)
     prefill = stack.enter_context(PrefillMessenger(ours, spec, [[ours.register(memory[0])]], scheduler, bounds))
     decode = stack.enter_context(DecodeMessenger(theirs, spec, [[theirs.register(memory[1])]], bounds=bounds))
     peer = decode.connect(ours.address)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +26,26 @@ import engine_side
 from fabric_kv.bench.floor import Floor, FloorLatency, FloorRate
 
 PATIENCE_S = 120.0
+LATENCY = Path(__file__).parent / "latency" / "latency"
 SENDER_CPU, RECEIVER_CPU = 0, 1
 
 
 def open_floor(provider: str) -> Floor:
     """The bare loop, on the cpus that the engines use."""
     return Floor(provider, cpus=f"{SENDER_CPU},{RECEIVER_CPU}")
+
+
+def engine_latency(provider: str, progress: str, nbytes: int, rounds: int, *, gap_us: int = 0) -> FloorLatency:
+    """Half a ping-pong of two engines between C++ threads, by ``latency/latency``, with a gap before each.
+
+    RuntimeError if it fails, with what it said.
+    """
+    command = [LATENCY, provider, progress, nbytes, rounds, gap_us, SENDER_CPU, RECEIVER_CPU]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed: {done.stderr.strip()}")
+    answer = json.loads(done.stdout)
+    return FloorLatency(answer["p50_us"], answer["p99_us"])
 
 
 class EnginePair:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,12 +28,14 @@ from smollm2.cache import Pages
 from smollm2.weights import F32
 
 from fabric_kv import CacheSpec, KVLayout, Placement, SharingError
-from fabric_kv.memory import BufferServer, HostBuffer, WatchWord, import_buffers
+from fabric_kv.memory import BufferServer, HostBuffer, ImportedBuffers, WatchWord, import_buffers
 
 PAGE_TOKENS = 16
 NUM_PAGES = 256
-ANSWER_S = 240.0  # for a process to start, or to answer; one that dies is noticed at once
+ANSWER_S = 240.0  # for a process to start, or to answer; one that dies is noticed at once, and one that is stopped soon
 END_S = 60.0  # for it to end by itself
+BEAT_S = 0.25  # from one sign of a rank's life to the next
+STILL_S = 15  # without one it counts as stopped
 
 
 @contextmanager
@@ -64,6 +67,34 @@ class _Side(NamedTuple):
     config: Config
     weights_path: str
     path: str  # of rank 0's buffers, but for its number
+
+
+class _Pulse:
+    """Whether a rank's process moves: it beats, whatever it computes, until it is stopped or ends."""
+
+    def __init__(self, beat: HostBuffer) -> None:
+        self._beat = beat
+        self._seen = -1
+        self._looked_s = time.monotonic()
+        self._num_still = 0
+
+    def is_still(self) -> bool:
+        """Whether it has not beaten for STILL_S seconds, in each of which it was looked at.
+
+        Counted in looks: where the whole machine has slept, much time has passed and nobody is to blame.
+        """
+        now_s, beats = time.monotonic(), int(np.asarray(self._beat).view(np.uint64)[0])
+        if beats != self._seen:
+            self._seen, self._looked_s, self._num_still = beats, now_s, 0
+        elif now_s - self._looked_s >= 1:
+            self._looked_s, self._num_still = now_s, self._num_still + 1
+        return self._num_still >= STILL_S
+
+
+def _go_on_beating(word: NDArray[np.uint64]) -> None:
+    while True:
+        word[0] += 1
+        time.sleep(BEAT_S)
 
 
 class _Rank:
@@ -103,7 +134,9 @@ def _serve(pipe: Connection, side: _Side, number: int, neighbours: list[Connecti
     cache = PagedCache(config, tp_size, NUM_PAGES, page_tokens=PAGE_TOKENS, buffer=buffer.view)
     word = WatchWord("cpu")
     rank = _Rank(model, RankGroup(number, tp_size, neighbours), cache, word)
-    shared = {"cache": buffer, "word": word.buffer}
+    beat = HostBuffer.allocate(8)
+    threading.Thread(target=_go_on_beating, args=(beat.array.view(np.uint64),), daemon=True).start()
+    shared = {"cache": buffer, "word": word.buffer, "beat": beat}
     with BufferServer(f"{side.path}{number}", shared, label=f"{side.name} rank {number}", timeout_s=ANSWER_S):
         with suppress(EOFError, OSError):
             pipe.send("serving")
@@ -128,7 +161,7 @@ class Ranks:
     Raises
     ------
     SharingError
-        Here and in every method: a rank has ended, or does not answer.
+        Here and in every method: a rank has ended, is stopped, or does not answer. One that is stopped is killed.
     """
 
     def __init__(self, name: str, tp_size: int, config: Config, weights_path: str) -> None:
@@ -145,16 +178,17 @@ class Ranks:
                 connection.close()
             self.pids = [pid for pid, _ in members]
             self._pipes = [pipe for _, pipe in members]
+            self._imported: list[ImportedBuffers] = []
+            self._pulses: list[_Pulse] = []
             for pipe in self._pipes:  # all of them, before the first is waited for
                 stack.callback(pipe.close)
             self._answers()
-            imported = [
-                stack.enter_context(import_buffers(f"{side.path}{number}", pid=pid, timeout_s=ANSWER_S))
-                for number, pid in enumerate(self.pids)
-            ]
-            self.caches = [rank["cache"] for rank in imported]
-            self._word = imported[0]["word"]
-            self._imported = imported
+            for number, pid in enumerate(self.pids):
+                buffers = import_buffers(f"{side.path}{number}", pid=pid, timeout_s=ANSWER_S)
+                self._imported.append(stack.enter_context(buffers))
+                self._pulses.append(_Pulse(buffers["beat"]))
+            self.caches = [rank["cache"] for rank in self._imported]
+            self._word = self._imported[0]["word"]
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -202,9 +236,13 @@ class Ranks:
         return np.concatenate(self._ask("checksums", pages, num_tokens), axis=-1)
 
     def check(self) -> None:
-        """Raise if a rank has ended."""
+        """Raise if a rank has ended, or is stopped."""
         for rank in self._imported:
             rank.check()
+        for number, pulse in enumerate(self._pulses):
+            if pulse.is_still():
+                os.kill(self.pids[number], signal.SIGKILL)  # it would not end by itself, and is a child of ours
+                raise self._lost(number, f"has not moved for {STILL_S} s, as a process that is stopped", "timeout")
 
     def _ask(self, name: str, *args: Any) -> list[Any]:
         for number, pipe in enumerate(self._pipes):
@@ -217,9 +255,13 @@ class Ranks:
     def _answers(self) -> list[Any]:
         """One of each rank, whichever comes first: so a rank that ends is found while another waits for it."""
         answers: dict[Connection, Any] = {}
+        deadline_s = time.monotonic() + ANSWER_S
         while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
-            ready = wait(waiting, ANSWER_S)
+            ready = wait(waiting, 1.0)
             if not ready:
+                self.check()
+                if time.monotonic() < deadline_s:
+                    continue
                 silent = [self._pipes.index(pipe) for pipe in waiting]
                 raise SharingError(
                     f"{self._side.name} ranks {silent} have said nothing for {ANSWER_S} s", reason="timeout"
@@ -232,6 +274,6 @@ class Ranks:
                         raise self._lost(self._pipes.index(pipe)) from None
         return [answers[pipe] for pipe in self._pipes]
 
-    def _lost(self, number: int) -> SharingError:
+    def _lost(self, number: int, why: str = "has ended", reason: str = "gone") -> SharingError:
         who = f"{self._side.name} rank {number} (process {self.pids[number]})"
-        return SharingError(f"{who} has ended", path=f"{self._side.path}{number}", reason="gone")
+        return SharingError(f"{who} {why}", path=f"{self._side.path}{number}", reason=reason)

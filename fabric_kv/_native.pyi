@@ -14,7 +14,8 @@ _Token: TypeAlias = tuple[int, int, int]
 # (src, src_offset, src_stride, dst, dst_offset, dst_stride, nbytes, rows, src_row_stride, dst_row_stride, layer, index
 # into the submission's page lists)
 _Piece: TypeAlias = tuple[Region, int, int, RemoteRegion, int, int, int, int, int, int, int, int]
-_PageLists: TypeAlias = list[tuple[PageList, PageList]]  # source, destination
+# (source, destination): an array is copied, a PageList shared
+_PageLists: TypeAlias = list[tuple[PageList | NDArray[integer[Any]], PageList | NDArray[integer[Any]]]]
 
 # (host, pid, start_ticks)
 _Process: TypeAlias = tuple[bytes, int, int]
@@ -83,6 +84,16 @@ class Engine:
         submissions: Sequence[tuple[Peer, list[_Piece], _PageLists, _Token, Watch | None, int]],
         deadline_s: float,
     ) -> list[Transfer]: ...
+    def submit_write(
+        self,
+        peer: Peer,
+        pieces: list[_Piece],
+        lists: _PageLists,
+        token: _Token,
+        deadline_s: float,
+        watch: Watch | None,
+        step: int,
+    ) -> Transfer: ...
     def submit_prepared(
         self,
         prepared: Prepared,

@@ -1,24 +1,25 @@
-"""Where a buffer's bytes are: NumPy arrays, DLPack, CUDA arrays, the buffer protocol, or a bare address.
+"""Where a buffer's bytes are: NumPy arrays, DLPack (torch and others), CUDA arrays, the buffer protocol, addresses.
 
 >>> locate(numpy.zeros(1024, "u1"))
 Buffer(address=..., nbytes=1024, device="cpu", owner=array(...))
 >>> locate((address, nbytes, "cpu"))
 
-Only contiguous, writable memory is accepted: a registered region is a plain range that a peer may write.
+Only contiguous, writable memory is accepted: a registered region is a plain range that a peer may write. The order of
+the axes does not matter, nor the type of what lies there.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .dlpack import CPU, CUDA, look_into
 from .errors import ConfigError
 
 __all__ = ["Buffer", "is_same", "locate"]
-
-_DLPACK_CPU = 1  # DLDeviceType in dlpack.h
-_DLPACK_CUDA = 2
 
 
 class Buffer(NamedTuple):
@@ -47,17 +48,14 @@ def locate(buffer: Any) -> Buffer:
         return _from_tuple(buffer)
     if isinstance(buffer, np.ndarray):
         return _from_array(buffer, buffer)
-    cuda = getattr(buffer, "__cuda_array_interface__", None)
+    try:
+        cuda = getattr(buffer, "__cuda_array_interface__", None)
+    except Exception:  # noqa: BLE001  torch's raises KeyError and others where it has no name for a dtype
+        cuda = None
     if cuda is not None:
         return _from_cuda(cuda, buffer)
     if hasattr(buffer, "__dlpack__") and hasattr(buffer, "__dlpack_device__"):
-        device, _ = buffer.__dlpack_device__()
-        if int(device) == _DLPACK_CPU:
-            return _from_dlpack(buffer)
-        raise ConfigError(
-            f"a DLPack buffer on device type {int(device)} cannot be located: pass its __cuda_array_interface__ or "
-            f"(address, nbytes, 'cuda:N'); type {_DLPACK_CUDA} is CUDA"
-        )
+        return _from_dlpack(buffer)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -105,38 +103,38 @@ def _from_tuple(buffer: tuple[Any, ...]) -> Buffer:
 
 
 def _from_dlpack(buffer: Any) -> Buffer:
+    name = type(buffer).__name__
     try:
-        array: np.ndarray[Any, Any] = np.from_dlpack(buffer)
-    except (BufferError, RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"{type(buffer).__name__} cannot be imported through DLPack: {error}. Hint: NumPy has no bfloat16; pass a "
-            "view of the same memory as uint8"
-        ) from None
-    # NumPy takes memory for read-only where the exporter speaks DLPack before 1.0, which cannot say; such an exporter
-    # must refuse to export what is read-only.
-    return _from_array(array, buffer, writable=array.flags.writeable or not _exports_versioned(buffer))
+        kind = int(buffer.__dlpack_device__()[0])
+        if kind not in (CPU, CUDA):
+            raise ConfigError(
+                f"{name} is on DLPack's device type {kind}: {CPU}, the host, and {CUDA}, CUDA, can be registered"
+            )
+        # -1: no stream is made to wait, as no byte is read: __dlpack__ in the array API standard.
+        stream = {"stream": -1} if kind == CUDA else {}
+        try:
+            capsule = buffer.__dlpack__(max_version=(1, 0), **stream)
+        except TypeError:  # it is from before DLPack 1.0, and must refuse to export what is read-only
+            capsule = buffer.__dlpack__(**stream)
+        tensor = look_into(capsule)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  what is raised differs from framework to framework
+        raise ConfigError(f"{name} cannot be exported by DLPack: {error}") from None
+    what = f"{name} of shape {tensor.shape}, {tensor.item_bits} bits an item"
+    if tensor.item_bits % 8:
+        raise ConfigError(f"{what}, has no whole bytes. Hint: pass a view of the same memory as uint8")
+    _check_range(what, tensor.shape, tensor.strides, 1, read_only=tensor.read_only)
+    nbytes = tensor.item_bits // 8 * math.prod(tensor.shape)
+    # The capsule holds the memory, whatever becomes of the tensor.
+    return Buffer(tensor.address, nbytes, "cpu" if kind == CPU else "cuda", (capsule, buffer))
 
 
-def _exports_versioned(buffer: Any) -> bool:
-    try:
-        capsule = buffer.__dlpack__(max_version=(1, 0))
-    except TypeError:
-        return False
-    return "dltensor_versioned" in repr(capsule)
-
-
-def _from_array(array: np.ndarray[Any, Any], owner: object, *, writable: bool | None = None) -> Buffer:
+def _from_array(array: np.ndarray[Any, Any], owner: object) -> Buffer:
     what = f"array of shape {array.shape}, dtype {array.dtype}"
     if array.dtype.hasobject:
         raise ConfigError(f"{what} holds Python objects: a peer would write pointers")
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
-        raise ConfigError(
-            f"{what} with strides {array.strides} is not contiguous: register the array that it is a view of"
-        )
-    if not (array.flags.writeable if writable is None else writable):
-        raise ConfigError(f"{what} is read-only: a peer may write into a region")
-    if array.nbytes == 0:
-        raise ConfigError(f"{what} is empty")
+    _check_range(what, array.shape, array.strides, array.itemsize, read_only=not array.flags.writeable)
     return Buffer(array.ctypes.data, array.nbytes, "cpu", (array, owner))
 
 
@@ -144,17 +142,21 @@ def _from_cuda(interface: dict[str, Any], owner: object) -> Buffer:
     address, read_only = interface["data"]
     shape, strides = interface["shape"], interface.get("strides")
     itemsize = np.dtype(interface["typestr"]).itemsize
-    nbytes = itemsize * int(np.prod(shape, dtype=np.int64))
-    if read_only or nbytes == 0:
-        raise ConfigError(f"CUDA array of shape {shape} is {'read-only' if read_only else 'empty'}")
-    if strides is not None and tuple(strides) != _c_strides(shape, itemsize):
-        raise ConfigError(f"CUDA array of shape {shape} with strides {strides} is not contiguous")
-    return Buffer(address, nbytes, "cuda", owner)
+    _check_range(f"CUDA array of shape {shape}", shape, strides, itemsize, read_only=read_only)
+    return Buffer(address, itemsize * math.prod(shape), "cuda", owner)
 
 
-def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = []
-    for extent in reversed(shape):
-        strides.append(itemsize)
-        itemsize *= extent
-    return tuple(reversed(strides))
+def _check_range(what: str, shape: Sequence[int], strides: Sequence[int] | None, item: int, *, read_only: bool) -> None:
+    """Raise ConfigError unless it is one range of bytes that may be written; ``item`` is an item's stride."""
+    if strides is not None and 0 not in shape:
+        dense = item
+        for stride, extent in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+            if stride != dense:
+                raise ConfigError(
+                    f"{what} with strides {tuple(strides)} is not contiguous: register the array that it is a view of"
+                )
+            dense *= extent
+    if read_only:
+        raise ConfigError(f"{what} is read-only: a peer may write into a region")
+    if 0 in shape:
+        raise ConfigError(f"{what} is empty")

@@ -49,7 +49,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     connect_s : float
         How long a monitored peer may stay silent before its first sign of life.
     stall_s : float
-        A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``.
+        A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``, and one
+        that completes nothing to one peer to ``Engine.on_held_up``: requests of a messenger that wait for it are
+        stalled.
     close_s : float
         How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
         only where the provider does not return from a call.
@@ -158,6 +160,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     handshake_s : float
         From ``connect`` to the peer's answer.
+    connect_rails_s : float
+        How long the prefill side's answer to a handshake waits for the connections of all its NICs, and at most half of
+        ``handshake_s``; beyond it the first requests have to wait for those that are missing.
     accept_s : float
         From ``submit`` to accept or reject.
     request_s : float
@@ -171,6 +176,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     handshake_s: float = 5.0
+    connect_rails_s: float = 0.5
     accept_s: float = 10.0
     request_s: float = 120.0
     cancel_s: float = 5.0
@@ -182,6 +188,10 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name}={getattr(self, name)!r} s is out of range: it must lie in (0, 86400]")
 
-    def table(self) -> str:
-        """All bounds, one a line, as printed at start."""
-        return "\n".join(f"{name:12s} {getattr(self, name):8.2f} s" for name in self.__struct_fields__)
+    def table(self, options: EngineOptions | None = None) -> str:
+        """All bounds, one a line, as a messenger logs them when it starts; with those of its engine, if given."""
+        bounds = {name: getattr(self, name) for name in self.__struct_fields__}
+        if options is not None:
+            bounds["heartbeats"] = options.heartbeat_interval_s * options.heartbeat_misses
+            bounds |= {name: getattr(options, name) for name in ("connect_s", "stall_s", "close_s")}
+        return "\n".join(f"{name:15s} {value:8.2f} s" for name, value in bounds.items())

@@ -62,15 +62,25 @@ def explain_mode(rail: dict[str, Any]) -> tuple[str, str]:
     """How a rail writes, and why, from what its provider granted."""
     places = min(rail["iov_limit"], rail["rma_iov_limit"], 8)
     gather = f"{places} places an operation" if places > 1 else "one place an operation"
-    rest = "sleeps on a descriptor" if rail["wait_fd"] else "sleeps by the clock"
+    rest, queue = (
+        ("sleeps on a descriptor", "has a descriptor")
+        if rail["wait_fd"]
+        else ("sleeps by the clock and a bell", "has no descriptor, and peers ring when they post")
+        if rail["wait_is_hint"]
+        else ("sleeps by the clock", "has none")
+    )
+    batch = "an immediate for up to 16 operations" if rail["fail_stop"] else "an immediate each"
     order = (
-        "writes keep their order, but no failed one is known to stop the next"
-        if rail["ordered_writes"]
+        "writes may overtake each other, since shm is slower in order"
+        if rail["shared_memory"]
         else "writes may overtake each other"
+        if not rail["ordered_writes"]
+        else "writes keep their order, and a failed one stops the next"
+        if rail["fail_stop"]
+        else "writes keep their order, but no failed one is known to stop the next"
     )
     limits = f"iov_limit {rail['iov_limit']} and rma_iov_limit {rail['rma_iov_limit']}"
-    queue = "has a descriptor" if rail["wait_fd"] else "has none"
-    return f"{gather}, an immediate each, {rest}", f"{order}; {limits}; the completion queue {queue}"
+    return f"{gather}, {batch}, {rest}", f"{order}; {limits}; the completion queue {queue}"
 
 
 def _size(nbytes: int) -> str:

@@ -40,7 +40,7 @@ __all__ = ["Dispatcher"]
 _log = logging.getLogger("fabric_kv")
 
 # Kinds and outcomes as in native/engine/event.h.
-_TRANSFER, _COUNTER, _MESSAGE, _USER, _PEER_LOST, _FAULT, _STALLED = range(7)
+_TRANSFER, _COUNTER, _MESSAGE, _USER, _PEER_LOST, _FAULT, _STALLED, _HELD_UP = range(8)
 _OK, _FAILED, _CANCELLED, _CLOSED, _EXPIRED = range(5)
 
 # The thread wakes for events; this bounds how long a lost wake-up could hide them.
@@ -71,6 +71,7 @@ class Dispatcher:
         self.on_peer_lost: Callable[[bytes, str], None] | None = None
         self.on_notify: Callable[[int, int], None] | None = None
         self.on_stalled: Callable[[Stall], None] | None = None
+        self.on_held_up: Callable[[list[Transfer], str], None] | None = None
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._reassembly = Reassembly(options.max_message_bytes, options.max_inbox_bytes)
         self._waiting: deque[tuple[bytes, bytes]] = deque()  # messages that came before there was a callback
@@ -114,7 +115,7 @@ class Dispatcher:
         for item in open_:
             item._fail(ClosedError(f"the engine was closed while {item!r} was open"))
         # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
-        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = None
+        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
         self._waiting.clear()
 
     def abandon(self) -> None:
@@ -199,6 +200,8 @@ class Dispatcher:
             _log.error("group %d: %s", event[1], event[2][5])
         elif kind == _STALLED:
             self._stalled(*event[1:])
+        elif kind == _HELD_UP:
+            self._held_up(*event[1:])
         elif kind == _USER:
             if (on_notify := self.on_notify) is not None:
                 on_notify(event[1], event[2])
@@ -229,6 +232,15 @@ class Dispatcher:
         _log.warning("group %d, %s NIC %s stalls: %s", group, provider, nic, text)
         if (on_stalled := self.on_stalled) is not None:
             on_stalled(Stall(group, provider, nic, silent_s, outstanding_bytes))
+
+    def _held_up(self, peer: bytes, ids: list[int], text: str) -> None:
+        with self.lock:
+            transfers = [transfer for id_ in ids if (transfer := self.transfers.get(id_)) is not None]
+        if not transfers:
+            return  # They have ended meanwhile.
+        _log.warning("%d transfers to peer %s are held up: %s", len(transfers), peer.hex()[:8], text)
+        if (on_held_up := self.on_held_up) is not None:
+            on_held_up(transfers, text)
 
     def _end_transfer(
         self,

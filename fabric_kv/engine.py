@@ -34,7 +34,7 @@ from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .registry import Registry
 from .sockaddr import names_of, replaced, text_of
-from .submission import PageList, check_deadline, check_token, encode_pieces
+from .submission import NO_TOKEN, PageList, check_deadline, check_token, encode_lists, encode_piece, encode_pieces
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from .topology import Topology
 
 __all__ = ["Engine"]
-
-_NO_TOKEN = (0, 0, 0)
 
 # How long close() lets posted operations end by themselves before it closes the endpoints under them.
 _DRAIN_S = 1.0
@@ -380,6 +378,15 @@ class Engine:
         """
         self._dispatcher.on_stalled = fn
 
+    def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
+        """Call ``fn(transfers, why)`` when a NIC completes nothing to one peer for ``options.stall_s``.
+
+        These transfers have operations in flight there; while it lasts, it is told again after as long, for those that
+        have come since. Transfers that wait, for a watch or for room, have none and are not named. The NIC may go on
+        with other peers, and other NICs with this one; where nothing at all completes :meth:`on_stalled` tells, too.
+        """
+        self._dispatcher.on_held_up = fn
+
     # -- moving data ---------------------------------------------------------------------------------------------------
 
     def write(
@@ -437,7 +444,20 @@ class Engine:
             src_pages,
             dst_pages,
         )
-        return self.submit(peer, [piece], token=token)
+        if src._staging is not None:
+            return self.submit(peer, [piece], token=token)
+        # What submit() does, for one piece that waits for nothing: most calls are this one.
+        return self._start(
+            Transfer(self, peer, src),
+            self._native.submit_write,
+            peer._native,
+            [encode_piece(self, piece, token, 0)],
+            [encode_lists(piece)],
+            NO_TOKEN if token is None else token.native(),
+            0.0,
+            None,
+            0,
+        )
 
     def submit(
         self,
@@ -473,7 +493,22 @@ class Engine:
         ClosedError
             If the engine is closed or the peer was removed.
         """
-        return self._submit_writes([(peer, pieces, token)], deadline_s, watch, step)[0]
+        if deadline_s is not None:
+            check_deadline(deadline_s)
+        pieces = list(pieces)
+        encoded, lists, keep = encode_pieces(self, pieces, token)
+        stage_pieces(pieces, waits=watch is not None)
+        return self._start(
+            Transfer(self, peer, (keep, watch), deadline_s),
+            self._native.submit_write,
+            peer._native,
+            encoded,
+            lists,
+            NO_TOKEN if token is None else token.native(),
+            deadline_s or 0.0,
+            None if watch is None else watch._native,
+            step,
+        )
 
     def scatter(
         self,
@@ -488,7 +523,15 @@ class Engine:
         ConfigError, WouldBlockError, ClosedError
             As for :meth:`submit`; no part has been taken then.
         """
-        return self._submit_writes(parts, deadline_s, None, 0)
+        check_deadline(deadline_s)
+        transfers, native = [], []
+        for peer, given, token in parts:
+            pieces = list(given)
+            encoded, lists, keep = encode_pieces(self, pieces, token)
+            stage_pieces(pieces, waits=False)
+            transfers.append(Transfer(self, peer, keep, deadline_s))
+            native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
+        return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
 
     def prepare(self, peer: Peer, pieces: Iterable[PreparedPiece]) -> Prepared:
         """Work out a submission once, to post it many times with new page lists; see :mod:`fabric_kv.prepared`.
@@ -582,8 +625,7 @@ class Engine:
         It ends in TransferError on a NIC that does not keep writes in order (``describe()``'s ``ordered_writes``; shm,
         EFA): there only the receiver's counters prove arrival.
         """
-        transfer = Transfer(self, peer, None)
-        return self._track([transfer], lambda: [self._native.submit_flush(peer._native, dst.native(), group)])[0]
+        return self._start(Transfer(self, peer, None), self._native.submit_flush, peer._native, dst.native(), group)
 
     def connect_rails(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
         """End when every NIC of ours has reached its partner in the peer's group of ``dst``, by a write of nothing.
@@ -592,8 +634,7 @@ class Engine:
         them off the first request. A pair that cannot connect fails it, with the NIC's name. ``dst`` as in
         :meth:`signal`.
         """
-        transfer = Transfer(self, peer, None)
-        return self._track([transfer], lambda: [self._native.submit_connect(peer._native, dst.native(), group)])[0]
+        return self._start(Transfer(self, peer, None), self._native.submit_connect, peer._native, dst.native(), group)
 
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
         """Send 15 bits of your own as an immediate, for the peer's :meth:`on_notify`; ``dst`` as in :meth:`signal`.
@@ -606,7 +647,7 @@ class Engine:
         limit = 2 ** load_native().NUM_USER_BITS
         if not 0 <= value < limit:
             raise ConfigError(f"value={value} must lie in [0, {limit})")
-        native = [(peer._native, dst.native(), _NO_TOKEN, 0, value)]
+        native = [(peer._native, dst.native(), NO_TOKEN, 0, value)]
         return self._track([Transfer(self, peer, None)], lambda: self._native.submit_signals(native, group))[0]
 
     def on_notify(self, fn: Callable[[int, int], None] | None) -> None:
@@ -630,9 +671,7 @@ class Engine:
                 f"a message of {len(payload)} bytes is above the limit "
                 f"max_message_bytes={self.options.max_message_bytes}"
             )
-        return self._track([Transfer(self, peer, None)], lambda: [self._native.submit_message(peer._native, payload)])[
-            0
-        ]
+        return self._start(Transfer(self, peer, None), self._native.submit_message, peer._native, payload)
 
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
@@ -725,53 +764,22 @@ class Engine:
         if not 0 <= group < len(self._address.groups):
             raise ConfigError(f"group {group} does not exist: the engine has {len(self._address.groups)}")
 
+    def _start(self, transfer: Transfer, submit: Callable[..., _native.Transfer], *arguments: object) -> Transfer:
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            if dispatcher.stopped:  # else the core knows
+                self._check_open()
+            transfer._native = native = submit(*arguments)
+            dispatcher.transfers[native.id] = transfer
+        return transfer
+
     def _track(self, transfers: list[Transfer], submit: Callable[[], list[_native.Transfer]]) -> list[Transfer]:
         with self._dispatcher.lock:
             self._check_open()
             for transfer, native in zip(transfers, submit(), strict=True):
-                self._enter(transfer, native)
+                transfer._native = native
+                self._dispatcher.transfers[native.id] = transfer
         return transfers
-
-    def _enter(self, transfer: Transfer, native: _native.Transfer) -> None:
-        transfer._native = native
-        self._dispatcher.transfers[native.id] = transfer
-
-    def _submit_writes(
-        self,
-        parts: Iterable[tuple[Peer, Iterable[PagePiece], CounterToken | None]],
-        deadline_s: float | None,
-        watch: Watch | None,
-        step: int,
-    ) -> list[Transfer]:
-        check_deadline(deadline_s)
-        transfers, native = [], []
-        gate = None if watch is None else watch._native
-        for peer, given, token in parts:
-            pieces = list(given)
-            encoded, lists, keep = encode_pieces(self, pieces, token)
-            stage_pieces(pieces, waits=watch is not None)
-            transfers.append(Transfer(self, peer, (keep, watch), deadline_s))
-            native.append((peer._native, encoded, lists, token.native() if token else _NO_TOKEN, gate, step))
-        return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
-
-    def _submit_prepared(
-        self,
-        prepared: Prepared,
-        lists: _native._PageLists,
-        token: CounterToken | None,
-        deadline_s: float | None,
-        watch: Watch | None,
-        step: int,
-    ) -> Transfer:
-        transfer = Transfer(self, prepared.peer, (prepared._keep, watch), deadline_s)
-        key = token.native() if token else _NO_TOKEN
-        gate = None if watch is None else watch._native
-        dispatcher = self._dispatcher
-        with dispatcher.lock:
-            self._check_open()
-            native = self._native.submit_prepared(prepared._native, lists, key, deadline_s or 0.0, gate, step)
-            self._enter(transfer, native)
-        return transfer
 
     def _new_watch(self, address: int, is_polled: bool) -> _native.Watch:
         watch: _native.Watch = load_native().Watch(address, is_polled)
@@ -784,7 +792,7 @@ class Engine:
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
         check_deadline(deadline_s)
         encoded, lists, keep = encode_pieces(self, [piece], None)
-        native = [(peer._native, encoded, lists, _NO_TOKEN, None, 0)]
+        native = [(peer._native, encoded, lists, NO_TOKEN, None, 0)]
         transfer = Transfer(self, peer, keep, deadline_s)
         transfer._reads_into = piece.src.remote.group
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
@@ -818,4 +826,5 @@ class Engine:
             self._dispatcher.counters.pop((token.group, token.slot, token.generation), None)
         fired = counter.done() and counter.exception(0) is None
         self._native.release_counter(token.group, token.native(), fired if quiescent is None else quiescent)
-        counter._fail(ClosedError(f"{counter!r} was released before it fired"))
+        if not counter.done():
+            counter._fail(ClosedError(f"{counter!r} was released before it fired"))

@@ -26,6 +26,7 @@
     │  ├─ RequestFailedError           accepted, then failed over there
     │  ├─ RequestTimeoutError (TimeoutError)
     │  ├─ RequestCancelledError
+    │  ├─ RequestStalledError          its writes were posted, and a NIC has completed none of them for too long
     │  └─ PeerLostError (ConnectionError)   the other process died, stopped or was cut off
     ├─ ProtocolError                   malformed frame, version mismatch, or more data than was announced
     ├─ ClosedError                     the caller closed it, nobody else
@@ -57,6 +58,7 @@ __all__ = [
     "RequestError",
     "RequestFailedError",
     "RequestRejectedError",
+    "RequestStalledError",
     "RequestTimeoutError",
     "SharingError",
     "StuckError",
@@ -258,7 +260,11 @@ class RequestError(FabricKVError):
 
 
 class RequestRejectedError(RequestError):
-    """The prefill side refused the request and said why; nothing was written."""
+    """The prefill side refused the request and said why; nothing was written.
+
+    ``reason`` is ``no_capacity`` (it may be taken later, or elsewhere), ``rejected`` (the scheduler said no),
+    ``incompatible`` (the two sides do not agree on what it asks for) or ``closing``.
+    """
 
 
 class RequestFailedError(RequestError):
@@ -271,6 +277,13 @@ class RequestTimeoutError(RequestError, TimeoutError):
 
 class RequestCancelledError(RequestError):
     """The decode side cancelled the request."""
+
+
+class RequestStalledError(RequestError):
+    """Writes of the request were posted, and a NIC completed none of them for ``EngineOptions.stall_s``.
+
+    The other process is alive, and may be fine for other requests.
+    """
 
 
 class PeerLostError(RequestError, ConnectionError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -40,6 +41,7 @@ class Completion(Generic[T]):
     # Of the class until they are set: most transfers end without anybody having waited.
     _outcome: tuple[T, None] | tuple[None, BaseException] | None = None
     _waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
+    _awaited_in: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
 
     @staticmethod
     def abandon_lock() -> None:
@@ -81,7 +83,20 @@ class Completion(Generic[T]):
         self._future().add_done_callback(lambda _: self._call(fn))
 
     def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.wrap_future(self._future()).__await__()
+        # Not asyncio.wrap_future, which costs twice as much, and keeps what it made for each wait until the end.
+        if self._outcome is None:
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            entry = (loop, waiter)
+            # Atomic, both; whoever ends it looks here afterwards, and we look once more at the end.
+            awaited_in = self.__dict__.setdefault("_awaited_in", [])
+            awaited_in.append(entry)
+            try:
+                if self._outcome is None:
+                    yield from waiter
+            finally:
+                awaited_in.remove(entry)
+        return self.result(0)
 
     def _call(self, fn: Callable[[Self], object]) -> None:
         try:
@@ -146,4 +161,23 @@ class Completion(Generic[T]):
             future = self._waited_for
         if future is not None:
             self._settle(future, value, error)  # without the lock: it runs callbacks
+        for loop, waiter in tuple(self._awaited_in or ()):  # a copy: waits may end meanwhile
+            if _is_running_here(loop):
+                _wake(waiter)
+                continue
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits there.
+                loop.call_soon_threadsafe(_wake, waiter)
         return True
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this is a callback of the loop, of one that polls an engine for itself."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

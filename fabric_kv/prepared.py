@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
-from .submission import PageList, as_pages, check_deadline, check_sizes, check_token, native_remote
+from .submission import NO_TOKEN, PageList, as_pages, check_deadline, check_source, check_token, native_remote
 from .transfers import MemoryRegion, Peer, Transfer
 
 if TYPE_CHECKING:
@@ -103,13 +103,11 @@ class Prepared:
         regions: list[MemoryRegion] = []
         self._dst: dict[int, RemoteRegion] = {}  # one of each group
         for piece in pieces:
-            check_sizes(engine, piece)
+            check_source(engine, piece.src)
             if piece.src._staging is not None:
                 raise ConfigError(
                     f"{piece.src!r} is staged in host memory: what is submitted from it cannot be prepared"
                 )
-            if not 0 <= piece.lists < 65536:
-                raise ConfigError(f"lists={piece.lists} must lie in [0, 65536)")
             self._dst[piece.dst.group] = piece.dst
             native.append((piece.src._native, *piece[1:3], native_remote(piece.dst), *piece[4:]))
             regions.append(piece.src)
@@ -153,4 +151,15 @@ class Prepared:
             for dst in self._dst.values():
                 check_token(token, dst)
         native = [(as_pages("src_pages", src), as_pages("dst_pages", dst)) for src, dst in lists]
-        return self._engine._submit_prepared(self, native, token, deadline_s, watch, step)
+        engine = self._engine
+        transfer = Transfer(engine, self.peer, (self._keep, watch), deadline_s)
+        return engine._start(
+            transfer,
+            engine._native.submit_prepared,
+            self._native,
+            native,
+            NO_TOKEN if token is None else token.native(),
+            deadline_s or 0.0,
+            None if watch is None else watch._native,
+            step,
+        )

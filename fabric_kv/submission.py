@@ -8,13 +8,14 @@ What only the core can check (pages against their regions) it checks itself, bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .core import load_native
 from .errors import ConfigError
 from .regions import CounterToken, RemoteRegion
 from .transfers import MemoryRegion, PagePiece
@@ -22,14 +23,28 @@ from .transfers import MemoryRegion, PagePiece
 if TYPE_CHECKING:
     from . import _native
     from .engine import Engine
-    from .prepared import PreparedPiece
 
-__all__ = ["PageList", "as_pages", "check_deadline", "check_sizes", "check_token", "encode_pieces", "native_remote"]
+    _Pages: TypeAlias = _native.PageList | NDArray[np.integer[Any]]
+
+__all__ = [
+    "NO_TOKEN",
+    "PageList",
+    "as_pages",
+    "check_deadline",
+    "check_source",
+    "check_token",
+    "encode_lists",
+    "encode_piece",
+    "encode_pieces",
+    "native_remote",
+]
 
 
-_to_native: Callable[[NDArray[np.integer[Any]]], _native.PageList] | None = None  # once it was needed
+# Where nothing is counted: a unit of 0 bytes.
+NO_TOKEN = (0, 0, 0)
+
 # What most callers have, and the core takes as it is.
-_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
+_PLAIN = {np.dtype(np.int64), np.dtype(np.int32)}
 
 
 class PageList:
@@ -48,7 +63,7 @@ class PageList:
     __slots__ = ("_native", "array")
 
     def __init__(self, pages: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        self._native = as_pages("pages", pages)
+        self._native: _native.PageList = load_native().PageList(as_pages("pages", pages))
         self.array: NDArray[np.int64] = np.array(pages, np.int64)
         self.array.flags.writeable = False
 
@@ -59,27 +74,20 @@ class PageList:
         return f"PageList({len(self)} pages)"
 
 
-def as_pages(name: str, pages: Any) -> _native.PageList:
-    """Page indices as the core takes them: a copy, unless they are a PageList."""
-    global _to_native
+def as_pages(name: str, pages: Any) -> _Pages:
+    """Page indices as the core takes them: an array, which it copies, unless they are a PageList."""
     if type(pages) is PageList:
         return pages._native
-    if _to_native is None:
-        from . import _native
-
-        _to_native = _native.PageList
     array = pages if type(pages) is np.ndarray else np.asarray(pages)
-    if (array.dtype is _INT64 or array.dtype is _INT32) and array.ndim == 1 and array.flags.aligned:
-        return _to_native(array)
+    if array.ndim == 1 and array.dtype in _PLAIN:
+        return array
     if array.ndim != 1:
         raise ConfigError(f"{name} must be one-dimensional, not of shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":
         raise ConfigError(f"{name} must hold integers (page indices), not {array.dtype}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise ConfigError(f"{name} holds {int(array.max())}, which is no page index")
-    if not (array.dtype.isnative and array.flags.aligned):
-        array = np.require(array, array.dtype.newbyteorder("="), "A")
-    return _to_native(array)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def check_deadline(deadline_s: float | None) -> None:
@@ -97,7 +105,6 @@ def check_token(token: CounterToken, dst: RemoteRegion) -> None:
         )
 
 
-_TOO_LARGE = 2**63
 _MAX_REMOTES = 4096
 _remotes: dict[int, tuple[RemoteRegion, _native.RemoteRegion]] = {}
 
@@ -114,29 +121,27 @@ def native_remote(region: RemoteRegion) -> _native.RemoteRegion:
     return native
 
 
-def check_sizes(engine: Engine, piece: PagePiece | PreparedPiece) -> None:
-    """Refuse a region of another engine and numbers that no copy can have."""
-    if piece.src._engine is not engine:
-        raise ConfigError(f"{piece.src!r} was registered with another engine")
-    if piece.src._lost is not None:
-        raise copy(piece.src._lost)  # the one that is kept would keep the frames that it passes
-    if not (
-        0 <= piece.src_offset < _TOO_LARGE
-        and 0 <= piece.src_stride < _TOO_LARGE
-        and 0 <= piece.dst_offset < _TOO_LARGE
-        and 0 <= piece.dst_stride < _TOO_LARGE
-        and 0 <= piece.nbytes < _TOO_LARGE
-        and 0 <= piece.rows < _TOO_LARGE
-        and 0 <= piece.src_row_stride < _TOO_LARGE
-        and 0 <= piece.dst_row_stride < _TOO_LARGE
-    ):
-        sizes = (piece.src_offset, piece.src_stride, piece.dst_offset, piece.dst_stride, piece.nbytes)
-        row_sizes = (piece.rows, piece.src_row_stride, piece.dst_row_stride)
-        raise ConfigError(f"offsets, strides and sizes must lie in [0, 2^63): {sizes}, rows {row_sizes}")
-    if piece.rows >= 2**32:
-        raise ConfigError(f"rows={piece.rows} is above the limit of {2**32 - 1}")
-    if not 0 <= piece.layer < 2**16:
-        raise ConfigError(f"layer={piece.layer} must lie in [0, 65536)")
+def check_source(engine: Engine, region: MemoryRegion) -> None:
+    """Refuse a region of another engine, or one whose memory is not to be used any more."""
+    if region._engine is not engine:
+        raise ConfigError(f"{region!r} was registered with another engine")
+    if region._lost is not None:
+        raise copy(region._lost)  # the one that is kept would keep the frames that it passes
+
+
+def encode_lists(piece: PagePiece) -> tuple[_Pages, _Pages]:
+    """A piece's page lists for the core."""
+    return as_pages("src_pages", piece.src_pages), as_pages("dst_pages", piece.dst_pages)
+
+
+def encode_piece(engine: Engine, piece: PagePiece, token: CounterToken | None, index: int) -> _native._Piece:
+    """A piece for the core, with page lists number ``index``."""
+    src, src_offset, src_stride, dst, dst_offset, dst_stride, nbytes = piece[:7]
+    check_source(engine, src)
+    if token is not None:
+        check_token(token, dst)
+    remote = native_remote(dst)
+    return src._native, src_offset, src_stride, remote, dst_offset, dst_stride, nbytes, *piece[9:], index
 
 
 def encode_pieces(
@@ -149,28 +154,11 @@ def encode_pieces(
     index_of: dict[tuple[int, int], int] = {}
     keep = []
     for piece in pieces:
-        check_sizes(engine, piece)
-        if token is not None:
-            check_token(token, piece.dst)
         key = (id(piece.src_pages), id(piece.dst_pages))
-        if key not in index_of:
-            index_of[key] = len(lists)
-            lists.append((as_pages("src_pages", piece.src_pages), as_pages("dst_pages", piece.dst_pages)))
-        native.append(
-            (
-                piece.src._native,
-                piece.src_offset,
-                piece.src_stride,
-                native_remote(piece.dst),
-                piece.dst_offset,
-                piece.dst_stride,
-                piece.nbytes,
-                piece.rows,
-                piece.src_row_stride,
-                piece.dst_row_stride,
-                piece.layer,
-                index_of[key],
-            )
-        )
+        index = index_of.get(key)
+        if index is None:
+            index = index_of[key] = len(lists)
+            lists.append(encode_lists(piece))
+        native.append(encode_piece(engine, piece, token, index))
         keep.append(piece.src)
     return native, lists, keep

@@ -98,6 +98,10 @@ class MemoryFabric:
                 other.monitored.discard(engine.epoch)
                 self.add(partial(other.tell_lost, engine.epoch))
 
+    def hold_up(self, engine: Engine) -> None:
+        """Tell an engine that what it has in flight now is held up; ``hold_writes`` makes it true."""
+        self.engines[engine.epoch].tell_held_up()
+
     # --- The pool -----------------------------------------------------------------------------------------------------
 
     def add(self, event: Event, *, write: bool = False) -> None:
@@ -222,6 +226,7 @@ class MemoryEngine:
         self._open: dict[Transfer, _Write | None] = {}
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self._on_lost: Callable[[bytes, str], None] | None = None
+        self._on_held_up: Callable[[list[Transfer], str], None] | None = None
         self._early: list[tuple[bytes, bytes]] = []
 
     # --- Memory and peers ---------------------------------------------------------------------------------------------
@@ -361,6 +366,10 @@ class MemoryEngine:
         """As Engine.on_peer_lost."""
         self._on_lost = fn
 
+    def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
+        """As Engine.on_held_up; see ``MemoryFabric.hold_up``."""
+        self._on_held_up = fn
+
     # --- Counting -----------------------------------------------------------------------------------------------------
 
     def counter(self, *, unit_bytes: int, expected_units: int | None = None, group: int = 0) -> Counter:
@@ -412,6 +421,13 @@ class MemoryEngine:
         """Report a peer lost."""
         if self._on_lost is not None and not self.closed and not self.dead:
             self.fabric.call_soon(partial(self._on_lost, epoch, "silent for too long"))
+
+    def tell_held_up(self) -> None:
+        """Report writes with pieces in flight."""
+        with self.fabric._changed:
+            writes = [write for write in self._open.values() if write is not None and write.waiting - write.parked]
+        if self._on_held_up is not None and not self.closed and not self.dead:
+            self.fabric.call_soon(partial(self._on_held_up, [write.transfer for write in writes], "nothing completes"))
 
     def _carry(self, transfer: Transfer, to: bytes, payload: bytes) -> None:
         target = self.fabric.engines.get(to)

@@ -222,10 +222,13 @@ class Transfer(Completion[None]):
     bounded all the same, and raises TransferTimeoutError while ``done()`` is still False.
     """
 
+    # Of the class until they are set, as most never are.
     _reads_into: int | None = None  # of a read: the device group that its data arrives in
+    _stop_s = math.inf  # from when on nothing more is posted
 
     def __init__(self, engine: Engine, peer: Peer, keep: object, deadline_s: float | None = None) -> None:
-        self._stop_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        if deadline_s is not None:
+            self._stop_s = time.monotonic() + deadline_s
         self._engine = engine
         self._native: _native.Transfer  # set while submitting
         self._keep = keep  # the regions, until the end

@@ -14,7 +14,7 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
-REQUIRABLE = ("gpu", "rdma", "multinode")
+REQUIRABLE = ("gpu", "hugepages", "multinode", "numa", "rdma")
 SEED = int(os.environ.get("FABRIC_KV_SEED") or random.SystemRandom().randrange(2**32))
 
 # No deadline: a slow machine is not a bug. The blob repeats a failure found by any seed.

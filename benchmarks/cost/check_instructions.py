@@ -4,7 +4,8 @@
     scripts/bench --check --keep      keeps today's counts
 
 Counts repeat exactly on one machine with one compiler. They are kept for each compiler; with another one there is
-nothing to compare with, which is said and is no failure.
+nothing to compare with, which is said and is no failure. What the engine's own figures take (``describe()``) is told
+beside them: the difference to a program that counts none.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ COUNTS = {
 }
 
 
-def instructions(mode: str, function: str, size: int) -> int:
+def instructions(mode: str, function: str, size: int, program: str = "engine_cost") -> int:
     """Collected by one run."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["valgrind", "--tool=callgrind", f"--toggle-collect={function}"]
-        command += [f"--callgrind-out-file={folder}/out", str(HERE / "engine_cost"), mode, str(size)]
+        command += [f"--callgrind-out-file={folder}/out", str(HERE / program), mode, str(size)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"Collected : (\d+)", run.stderr)
     if found is None or int(found[1]) == 0:
         raise SystemExit(f"callgrind saw nothing of {function}: was it inlined?")
     return int(found[1])
+
+
+def each(mode: str, function: str, program: str = "engine_cost") -> float:
+    """Of one page or immediate."""
+    few, many = (instructions(mode, function, size, program) for size in SIZES)
+    return round((many - few) / (SIZES[1] - SIZES[0]), 1)
 
 
 def compiler() -> str:
@@ -58,13 +65,15 @@ def main() -> int:
     name, failed = compiler(), False
     now = {}
     for what, (mode, function) in COUNTS.items():
-        few, many = (instructions(mode, function, size) for size in SIZES)
-        now[what] = round((many - few) / (SIZES[1] - SIZES[0]), 1)
+        now[what] = each(mode, function)
         before = kept.get(name, {}).get(what)
         worse = before is not None and now[what] > before * (1 + TOLERANCE)
         failed |= worse
         known = f"kept: {before}" if before is not None else f"nothing kept for {name}"
         print(f"{what}: {now[what]} instructions ({known}){' GREW' if worse else ''}")
+    pages = [(what, *COUNTS[what]) for what in COUNTS if what.endswith("per page")]
+    figures = sum(now[what] - each(mode, function, "engine_cost_without") for what, mode, function in pages)
+    print(f"of these a page's figures: {figures:.1f} instructions of {sum(now[what] for what, *_ in pages):.1f}")
     if keep:
         KEPT.write_text(json.dumps(kept | {name: now}, indent=1) + "\n")
     return failed and not keep

@@ -7,6 +7,8 @@
 //     engine_cost times             the same and more by the clock, one JSON line each
 //
 // Under callgrind the difference between two sizes is the cost per page, and it repeats exactly.
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -195,56 +197,92 @@ void print(const std::string& what, double value) {
     std::fflush(stdout);
 }
 
-// From a watch's word to the first post, by a group's own thread that spins.
-void print_trigger_latency() {
-    std::vector<double> us;
-    for (int round = 0; round < 2000; ++round) {
-        static std::unique_ptr<Engine> engine;
-        static NullNic* nic = nullptr;
-        static std::shared_ptr<Peer> peer;
-        static std::shared_ptr<Region> region;
-        static std::shared_ptr<RemoteRegion> remote;
-        static std::uint64_t word = 0;
-        static auto watch = std::make_shared<Watch>(&word);
-        static std::byte memory[64];
-        if (!engine) {
-            auto owned = std::make_unique<NullNic>(4);
-            nic = owned.get();
-            std::vector<std::vector<std::unique_ptr<Nic>>> nics(1);
-            nics[0].push_back(std::move(owned));
-            GroupOptions options;
-            options.spin = true;
-            engine = std::make_unique<Engine>(std::move(nics), std::vector{options});
-            peer = engine->add_peer(engine->address(), false);
-            region = engine->register_region(memory, sizeof memory, 0);
-            remote = std::make_shared<RemoteRegion>(engine->describe_region(*region));
-        }
+// Two threads that spin often share a core for milliseconds unless they are told where to run.
+constexpr int kOthersCpu = 0, kEngineCpu = 1;
+
+void run_on(std::initializer_list<int> cpus) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus) CPU_SET(cpu, &set);
+    if (sched_setaffinity(0, sizeof set, &set)) {
+        std::perror("engine_cost: it needs two cpus: sched_setaffinity");
+        std::exit(1);
+    }
+}
+
+// A group whose own thread spins, over a NIC that says when it was first posted to.
+class Triggered {
+  public:
+    Triggered() {
+        auto owned = std::make_unique<NullNic>(4);
+        nic_ = owned.get();
+        std::vector<std::vector<std::unique_ptr<Nic>>> nics(1);
+        nics[0].push_back(std::move(owned));
+        GroupOptions options;
+        options.spin = true;
+        options.cpus = {kEngineCpu};
+        engine_ = std::make_unique<Engine>(std::move(nics), std::vector{options});
+        peer_ = engine_->add_peer(engine_->address(), false);
+        region_ = engine_->register_region(memory_, sizeof memory_, 0);
+        remote_ = std::make_shared<RemoteRegion>(engine_->describe_region(*region_));
+    }
+
+    // Nanoseconds from the watch's word to the first post.
+    std::int64_t fire() {
         PagePiece piece;
-        piece.src = region;
-        piece.dst = remote;
+        piece.src = region_;
+        piece.dst = remote_;
         piece.src_offset = piece.src_stride = piece.dst_offset = piece.dst_stride = 0;
-        piece.nbytes = sizeof memory;
+        piece.nbytes = sizeof memory_;
         piece.src_pages = piece.dst_pages = make_pages({0});
         piece.layer = 1;
-        const auto step = static_cast<std::uint64_t>(round + 1);
         std::vector<Engine::Submission> one;
-        one.push_back({peer, {piece}, {}, watch, step});
-        engine->submit_pages(Transfer::Kind::kWrite, std::move(one), 0);
-        const auto armed = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
-        while (std::chrono::steady_clock::now() < armed) {
+        one.push_back({peer_, {piece}, {}, watch_, ++step_});
+        engine_->submit_pages(Transfer::Kind::kWrite, std::move(one), 0);
+        const auto armed = now_ns() + 100 * kMicrosecond;
+        while (now_ns() < armed) {
         }
-        nic->first_post_ns.store(0);
+        nic_->first_post_ns.store(0);
         const auto begin = now_ns();
-        watch->set(step, 1);
-        while (nic->first_post_ns.load() == 0) {
+        watch_->set(step_, 1);
+        while (nic_->first_post_ns.load() == 0) {
         }
-        us.push_back(static_cast<double>(nic->first_post_ns.load() - begin) / 1000);
-        engine->events().take(100);
-        if (round == 1999) engine.reset();
+        engine_->events().take(100);
+        return nic_->first_post_ns.load() - begin;
     }
+
+  private:
+    NullNic* nic_;  // the engine's
+    std::byte memory_[64];
+    std::uint64_t word_ = 0, step_ = 0;
+    std::shared_ptr<Watch> watch_ = std::make_shared<Watch>(&word_);
+    std::shared_ptr<Peer> peer_;
+    std::shared_ptr<Region> region_;
+    std::shared_ptr<RemoteRegion> remote_;
+    std::unique_ptr<Engine> engine_;  // last: it ends first
+};
+
+// Beside a hog, a thread that computes all the time and never lets go: that is what a holder of the GIL is to the
+// engine, which has no use for the GIL. It shares a core with whoever bumps the word.
+void print_trigger_latency(bool beside_hog) {
+    run_on({kOthersCpu, kEngineCpu});
+    Triggered triggered;
+    run_on({kOthersCpu});
+    std::atomic<bool> over{false};
+    std::thread hog;
+    if (beside_hog)
+        hog = std::thread([&over] {
+            while (!over.load(std::memory_order_relaxed)) {
+            }
+        });
+    std::vector<double> us;
+    for (int round = 0; round < 2000; ++round) us.push_back(static_cast<double>(triggered.fire()) / 1000);
+    over.store(true);
+    if (hog.joinable()) hog.join();
     std::sort(us.begin(), us.end());
-    print("trigger to first post, us, p50", us[us.size() / 2]);
-    print("trigger to first post, us, p99.9", us[us.size() - us.size() / 1000 - 1]);
+    const std::string what = std::string("trigger to first post") + (beside_hog ? ", beside a hog" : "");
+    print(what + ", us, p50", us[us.size() / 2]);
+    print(what + ", us, p99.9", us[us.size() - us.size() / 1000 - 1]);
 }
 
 void print_times() {
@@ -278,7 +316,8 @@ void print_times() {
                   core.run();
               }));
     print("ns an immediate", 1e9 / kCount * seconds_of([] { count_immediates(kCount); }));
-    print_trigger_latency();
+    print_trigger_latency(false);
+    print_trigger_latency(true);
 }
 
 }  // namespace

@@ -5,12 +5,13 @@
 // for its own operation only); the receiver adds them up, and the clock stops when all pages are there. An operation
 // may have several places on both sides, as many as fi_info grants. Two processes, one thread each, both polling.
 //
-//   floor PROVIDER [--cpus SENDER,RECEIVER|none] [--source ADDRESS] [COMMAND...]
+//   floor PROVIDER [--cpus SENDER,RECEIVER|none] [--source ADDRESS] [--order any|writes] [COMMAND...]
 //   pages BYTES COUNT random|contiguous ROUNDS [PLACES WINDOW INJECT]
 //   latency BYTES ROUNDS
 //
-// Without a COMMAND they come from stdin, one a line. Without a form, pages tries which is the best.
-// Each command answers with one line of JSON. Whatever goes wrong ends both processes with a message; no wait is
+// With --order writes the provider is asked to keep writes in order, which costs shm its short path
+// (docs/providers.md). Without a COMMAND they come from stdin, one a line. Without a form, pages tries which is the
+// best. Each command answers with one line of JSON. Whatever goes wrong ends both processes with a message; no wait is
 // without a bound.
 #include <poll.h>
 #include <rdma/fabric.h>
@@ -113,7 +114,7 @@ struct Link {
 
 // -- the fabric ------------------------------------------------------------------------------------------------------
 
-fi_info* find(const std::string& provider, const char* source) {
+fi_info* find(const std::string& provider, const char* source, bool in_order) {
     auto* hints = fi_allocinfo();
     hints->caps = FI_MSG | FI_RMA;
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
@@ -121,6 +122,7 @@ fi_info* find(const std::string& provider, const char* source) {
     hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
     hints->domain_attr->threading = FI_THREAD_DOMAIN;  // there is one thread
     hints->domain_attr->cq_data_size = 4;
+    if (in_order) hints->tx_attr->msg_order = hints->rx_attr->msg_order = FI_ORDER_RMA_WAW | FI_ORDER_WAW;
     hints->fabric_attr->prov_name = strdup(provider.c_str());
     fi_info* found = nullptr;
     check("fi_getinfo", fi_getinfo(FI_VERSION(1, 17), source, nullptr, source ? FI_SOURCE : 0, hints, &found));
@@ -129,7 +131,7 @@ fi_info* find(const std::string& provider, const char* source) {
 }
 
 struct Fabric {
-    Fabric(const std::string& provider, const char* source, Link link);
+    Fabric(const std::string& provider, const char* source, bool in_order, Link link);
     void close();
 
     // Takes what has come in; returns how many of our own operations have been retired.
@@ -148,11 +150,11 @@ struct Fabric {
     std::size_t max_places = 1;
 };
 
-Fabric::Fabric(const std::string& provider, const char* source, Link link) {
-    info = find(provider, nullptr);
+Fabric::Fabric(const std::string& provider, const char* source, bool in_order, Link link) {
+    info = find(provider, nullptr, in_order);
     // Providers that go through sockets take the first interface unless told otherwise.
     if (info->addr_format == FI_SOCKADDR_IN || info->addr_format == FI_SOCKADDR_IN6 || info->addr_format == FI_SOCKADDR)
-        info = find(provider, source);
+        info = find(provider, source, in_order);
     max_places = std::min({info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit, kMaxPlaces});
     check("fi_fabric", fi_fabric(info->fabric_attr, &fabric, nullptr));
     check("fi_domain", fi_domain(fabric, info, &domain, nullptr));
@@ -447,11 +449,14 @@ void run_sender(Fabric& fabric, Link link) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 2) die("usage: floor PROVIDER [--cpus SENDER,RECEIVER|none] [--source ADDRESS] [COMMAND...]");
-    std::string cpus = "0,1", source = "127.0.0.1";
+    if (argc < 2)
+        die("usage: floor PROVIDER [--cpus SENDER,RECEIVER|none] [--source ADDRESS] [--order any|writes] [COMMAND...]");
+    std::string cpus = "0,1", source = "127.0.0.1", order = "any";
     int arg = 2;
-    for (; arg + 1 < argc && std::string(argv[arg]).starts_with("--"); arg += 2)
-        (std::string(argv[arg]) == "--cpus" ? cpus : source) = argv[arg + 1];
+    for (; arg + 1 < argc && std::string(argv[arg]).starts_with("--"); arg += 2) {
+        const std::string option = argv[arg];
+        (option == "--cpus" ? cpus : option == "--order" ? order : source) = argv[arg + 1];
+    }
 
     int sockets[2];
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, sockets)) die("socketpair failed");
@@ -466,7 +471,7 @@ int main(int argc, char** argv) {
     int sender_cpu = 0, receiver_cpu = 0;
     if (std::sscanf(cpus.c_str(), "%d,%d", &sender_cpu, &receiver_cpu) == 2) pin(is_sender ? sender_cpu : receiver_cpu);
 
-    Fabric fabric(argv[1], source.c_str(), link);
+    Fabric fabric(argv[1], source.c_str(), order == "writes", link);
     if (is_sender) {
         run_sender(fabric, link);
         fabric.close();

@@ -125,8 +125,9 @@ class DeviceMemory(Memory):
         driver, owned = self._driver, contextlib.ExitStack()
         with driver.current(self._gpu):
             address = int(driver.call("cuMemAlloc", nbytes, device=self._gpu, nbytes=nbytes))
-        owned.callback(_free, driver, self._gpu, address)
-        weakref.finalize(self, release_on_device, driver, self._gpu, owned).atexit = False
+            # Here, since the context's end may fail, too.
+            owned.callback(_free, driver, self._gpu, address)
+            weakref.finalize(self, release_on_device, driver, self._gpu, owned).atexit = False
         return address
 
 

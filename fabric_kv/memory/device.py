@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ..dlpack import CUDA, device_capsule
 from ..errors import AllocationError, ClosedError, ConfigError, DeviceError, SharingError
 from .buffer import MAX_HANDLES, BufferInfo, Exported, SharedBuffer
-from .dlpack import CUDA, device_capsule
 from .driver import Driver, device_index, load_driver
 
 __all__ = ["DeviceBuffer", "release_on_device"]

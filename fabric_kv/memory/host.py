@@ -25,6 +25,7 @@ import numpy as np
 from ..errors import AllocationError, ClosedError, ConfigError, SharingError
 from .buffer import BufferInfo, Exported, SharedBuffer
 from .numa import bind
+from .room import room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +40,8 @@ _MAP_HUGETLB = 0x40000  # <asm-generic/mman-common.h>
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED = 0x10
 _HUGE_SHIFT = 26  # of the size's logarithm, in both kinds of flags
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_HUGEPAGES = Path("/sys/kernel/mm/hugepages")
 
 
 def _default_hugepage_bytes() -> int:
@@ -48,12 +51,21 @@ def _default_hugepage_bytes() -> int:
     raise ConfigError("this kernel has no huge pages (/proc/meminfo has no Hugepagesize)")
 
 
-def _failed(op: str, nbytes: int, error: OSError, hugepage_bytes: int = 0) -> AllocationError:
+def _failed(
+    op: str, nbytes: int, error: OSError, hugepage_bytes: int = 0, numa_node: int | None = None
+) -> AllocationError:
     hint = ""
-    if hugepage_bytes and error.errno in (errno.ENOMEM, errno.ENOSPC):
+    if hugepage_bytes and error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
         count = -(-nbytes // hugepage_bytes)
-        folder = f"/sys/kernel/mm/hugepages/hugepages-{hugepage_bytes >> 10}kB"
-        hint = f". Hint: it takes {count} free huge pages of {hugepage_bytes} bytes: {folder}/nr_hugepages"
+        folder = _HUGEPAGES if numa_node is None else Path(f"/sys/devices/system/node/node{numa_node}/hugepages")
+        where = "" if numa_node is None else f" on NUMA node {numa_node}"
+        hint = (
+            f". Hint: it takes {count} free huge pages of {hugepage_bytes} bytes{where}: "
+            f"{folder}/hugepages-{hugepage_bytes >> 10}kB/nr_hugepages"
+        )
+    elif hugepage_bytes and error.errno in (errno.ENODEV, errno.EINVAL):
+        there = sorted(int(path.name[10:-2]) << 10 for path in _HUGEPAGES.glob("hugepages-*kB"))
+        hint = f". Hint: this kernel's huge pages have {there or 'no'} bytes"
     elif error.errno in (errno.ENOMEM, errno.ENOSPC):
         hint = ". Hint: what /dev/shm or the control group has left does not suffice"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
@@ -101,7 +113,7 @@ class HostBuffer(SharedBuffer):
             a warning is logged and :attr:`numa_node` is None.
         populate : bool
             Take all pages now, so that a lack of memory is an error here. Otherwise pages are taken when they are first
-            touched, and a process that finds none is killed.
+            touched, and a process that finds none is killed. Huge pages of one node must be taken now.
 
         Raises
         ------
@@ -115,6 +127,8 @@ class HostBuffer(SharedBuffer):
         huge = (_default_hugepage_bytes() if hugepages is True else int(hugepages)) if hugepages else 0
         if huge and (huge & (huge - 1) or huge <= mmap.PAGESIZE):
             raise ConfigError(f"hugepages={hugepages} is no size of a huge page: it must be a power of 2 in bytes")
+        if huge and numa_node is not None and not populate:
+            raise ConfigError("populate=False: huge pages that are taken later come from any node, not from numa_node")
         page = huge or mmap.PAGESIZE
         total = -(-nbytes // page) * page
         info = BufferInfo("host", nbytes, (total,), page)
@@ -137,11 +151,16 @@ class HostBuffer(SharedBuffer):
                     if reason is not None:
                         _log.warning("%d bytes are not bound to NUMA node %d: %s", nbytes, numa_node, reason)
                         numa_node = None
+                if populate and huge and numa_node is not None:
+                    op = "madvise"
+                    numa_node = _populate_bound(mapping, numa_node)
                 if populate:
                     op = "fallocate"
+                    if not huge:  # these are reserved since they were mapped
+                        _check_room(nbytes, total, numa_node)
                     os.posix_fallocate(fd, 0, total)
             except OSError as error:
-                raise _failed(op, nbytes, error, huge) from None
+                raise _failed(op, nbytes, error, huge, numa_node) from None
             buffer = cls(info, mapping, fd=fd, numa_node=numa_node)
             undo.pop_all()
         return buffer
@@ -269,3 +288,32 @@ def _map(fd: int, nbytes: int, hugepage_bytes: int) -> mmap.mmap:
         mapping.close()
         raise OSError(code, os.strerror(code))
     return mapping
+
+
+def _check_room(nbytes: int, total: int, numa_node: int | None) -> None:
+    left, whose = room(numa_node)
+    if total > left:
+        raise AllocationError(
+            f"{nbytes} bytes of host memory are not there: {whose} has {left} left, and for more the kernel would kill "
+            "a process",
+            op="fallocate",
+            device="cpu",
+            nbytes=nbytes,
+            code=errno.ENOMEM,
+        )
+
+
+def _populate_bound(mapping: mmap.mmap, numa_node: int) -> int | None:
+    """Take huge pages by the mapping's policy; None if this kernel cannot.
+
+    The files that they are in have none of their own, so that fallocate would take any node's: Linux's
+    Documentation/admin-guide/mm/numa_memory_policy.rst, "Shared Policy".
+    """
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _log.warning("huge pages are not bound to NUMA node %d: MADV_POPULATE_WRITE takes Linux 5.14", numa_node)
+        return None
+    return numa_node

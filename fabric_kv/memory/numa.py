@@ -3,6 +3,7 @@
 >>> reason = bind(address, nbytes, node=1)      # None: bound
 
 The policy of shared memory belongs to the memory, not to the mapping, and so holds for every process: set_mempolicy(2).
+That of huge pages belongs to the mapping.
 """
 
 from __future__ import annotations

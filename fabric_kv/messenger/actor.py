@@ -1,25 +1,31 @@
-"""One thread that owns a messenger's state: an inbox of commands and a heap of timers.
+"""One after the other: what a messenger's state is changed by, from an inbox of commands and a heap of timers.
 
 >>> actor = Actor("fabric_kv-decode"); actor.start()
 >>> actor.post(lambda: print("on the actor's thread"))
+>>> actor.post_now(lambda: print("here and now, if nothing else runs"))
 >>> actor.stop(timeout=1.0)
 
 Everything that happens to a messenger, be it a message, a fired counter, a user's call or a deadline, runs here one
-after the other, so its state needs no locks. :class:`ManualActor` has no thread and a clock that tests turn by hand.
+after the other, so its state needs no locks. Whoever runs commands has the *turn*: the actor's own thread, or one that
+would have to wake it, which takes longer than most commands. :class:`ManualActor` has no thread and a clock that tests
+turn by hand.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import ConfigError, InternalError
+from ..futures import CALLBACK_ERRORS
 
 __all__ = ["Actor", "ManualActor", "Timer"]
 
@@ -49,15 +55,18 @@ class Timer:
 
 
 class Actor:
-    """Runs commands one at a time on a thread of its own.
+    """Runs commands one at a time, in the order of their arrival.
 
-    Threads: ``post``, ``call`` and ``stop`` from any; ``after`` and ``aside`` from the actor's own. Commands must not
-    block; what they raise is logged and counted in ``num_errors``.
+    Threads: ``post``, ``post_now``, ``call`` and ``stop`` from any; ``after`` and ``aside`` in a command. Commands must
+    not block; what they raise is logged and counted in ``num_errors``.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: deque[Command] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # Wakes the thread to look at the inbox.
+        self._turn = threading.Lock()  # Who has it runs commands, and owns the timers.
+        self._runner: int | None = None  # The thread that has it.
         self._timers: list[tuple[float, int, Timer]] = []
         self._num_cancelled = 0  # Timers in the heap that will do nothing.
         self._sequence = itertools.count()
@@ -65,8 +74,6 @@ class Actor:
         self._asides: list[threading.Thread] = []
         self._stopping = False
         self._ended = False
-        self._late_lock = threading.RLock()  # Guards commands that come after the thread's end, and the next flag.
-        self._late_running = False
         self.num_errors = 0
 
     def now(self) -> float:
@@ -80,17 +87,34 @@ class Actor:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on the actor's thread."""
-        return self._thread is not None and threading.current_thread() is self._thread
+        """Whether the caller is a command: then nothing else runs until it returns."""
+        return self._runner == threading.get_ident()
 
     def post(self, command: Command) -> None:
         """Run ``command`` soon. After the end of the thread it runs on the caller's, still one at a time."""
-        self._inbox.put(command)
+        self._inbox.append(command)
         if self._ended:
             self._run_late()
+        else:
+            self._bell.put(None)
+
+    def post_now(self, command: Command) -> None:
+        """Run ``command`` here, after all that came before it; soon, if commands run on another thread now."""
+        self._inbox.append(command)
+        if self._ended:
+            self._run_late()
+        elif self._turn.acquire(blocking=False):
+            try:
+                self._run_commands()
+            finally:
+                self._turn.release()
+                if self._inbox:  # It came too late to be seen, or a KeyboardInterrupt was first.
+                    self._bell.put(None)
+        else:
+            self._bell.put(None)  # Who has the turn may have looked at the inbox for the last time.
 
     def call(self, function: Callable[[], T], timeout: float) -> T:
-        """Run ``function`` on the actor's thread and return what it returns or raises.
+        """Run ``function`` as a command and return what it returns or raises.
 
         Raises
         ------
@@ -125,7 +149,10 @@ class Actor:
             heapq.heapify(self._timers)
             self._num_cancelled = 0
         timer = Timer(self, command)
-        heapq.heappush(self._timers, (self.now() + delay_s, next(self._sequence), timer))
+        entry = (self.now() + delay_s, next(self._sequence), timer)
+        heapq.heappush(self._timers, entry)
+        if self._timers[0] is entry and threading.current_thread() is not self._thread:
+            self._bell.put(None)  # The thread sleeps for longer than that.
         return timer
 
     def aside(self, function: Callable[[], T], then: Callable[[T | BaseException], None]) -> None:
@@ -161,28 +188,32 @@ class Actor:
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                command = self._inbox.get(timeout=self._until_next_timer())
-            except queue.Empty:
-                pass
-            else:
-                self._execute(command)
-            self._run_due_timers()
+            with self._turn:
+                wait_s = self._until_next_timer()
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=wait_s)
+            with self._turn:
+                self._run_commands()
+                self._run_due_timers()
         self._ended = True
         self._run_late()
 
     def _run_late(self) -> None:
-        with self._late_lock:
-            if self._late_running:
-                return  # Called from within a late command; the loop below gets to it.
-            self._late_running = True
-            try:
-                while True:
-                    self._execute(self._inbox.get_nowait())
-            except queue.Empty:
-                pass
-            finally:
-                self._late_running = False
+        if not self.is_current:  # Else whoever posts is a late command, and the loop below gets to it.
+            with self._turn:
+                self._run_commands()
+
+    def _run_commands(self) -> int:
+        """Run what is in the inbox; how many commands that was. The caller has the turn."""
+        count = 0
+        self._runner = threading.get_ident()
+        try:
+            while self._inbox:
+                self._execute(self._inbox.popleft())
+                count += 1
+        finally:
+            self._runner = None
+        return count
 
     def _until_next_timer(self) -> float:
         while self._timers and self._timers[0][2].command is None:
@@ -192,6 +223,13 @@ class Actor:
 
     def _run_due_timers(self) -> None:
         now = self.now()
+        self._runner = threading.get_ident()
+        try:
+            self._run_timers_until(now)
+        finally:
+            self._runner = None
+
+    def _run_timers_until(self, now: float) -> None:
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             command, timer.command = timer.command, None
@@ -203,7 +241,7 @@ class Actor:
     def _execute(self, command: Command) -> None:
         try:
             command()
-        except Exception:  # noqa: BLE001  (one bad command must not end the thread)
+        except CALLBACK_ERRORS:  # One bad command must not end the thread.
             self.num_errors += 1
             _log.exception("a command on thread %s failed", self._name)
 
@@ -230,6 +268,10 @@ class ManualActor(Actor):
         """False: nothing waits for a manual actor, so nothing can deadlock."""
         return False
 
+    def post_now(self, command: Command) -> None:
+        """Wait like all others, until it is drawn."""
+        self.post(command)
+
     def call(self, function: Callable[[], T], timeout: float) -> T:
         """Run ``function`` here and now."""
         return function()
@@ -252,12 +294,8 @@ class ManualActor(Actor):
     def run(self, limit: int | None = None) -> int:
         """Run up to ``limit`` waiting commands and all due timers; how many commands ran."""
         count = 0
-        while limit is None or count < limit:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            self._execute(command)
+        while self._inbox and (limit is None or count < limit):
+            self._execute(self._inbox.popleft())
             count += 1
         self._run_due_timers()
         return count

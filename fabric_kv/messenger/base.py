@@ -10,6 +10,7 @@ import concurrent.futures
 import logging
 import threading
 from collections import Counter as Tally
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +23,7 @@ from .peers import Link
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..transfers import Transfer
 
 __all__ = ["Messenger"]
 
@@ -36,9 +38,10 @@ ANSWER_S = 10.0
 
 
 class Messenger:
-    """Base of both sides. An engine serves one messenger, which takes over its message and peer-lost callbacks."""
+    """Base of both sides. An engine serves one messenger, which takes over three of its callbacks, see ``_start``."""
 
     def __init__(self, engine: Engine, bounds: Bounds, actor: Actor | None, name: str) -> None:
+        self._name = name
         self._engine = engine
         self._bounds = bounds
         self._actor = Actor(f"fabric_kv-{name}") if actor is None else actor
@@ -55,9 +58,11 @@ class Messenger:
         self._flooding: set[bytes] = set()  # Peers whose messages did not fit, until the actor hears of it.
 
     def _start(self) -> None:
+        _log.info("%s started with these bounds:\n%s", self._name, self._bounds.table(self._engine.options))
         self._actor.start()
         self._engine.on_message(self._receive)
         self._engine.on_peer_lost(lambda epoch, reason: self._actor.post(partial(self._on_peer_lost, epoch, reason)))
+        self._engine.on_held_up(lambda transfers, why: self._actor.post(partial(self._on_held_up, transfers, why)))
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +115,9 @@ class Messenger:
     def _on_peer_lost(self, epoch: bytes, reason: str) -> None:
         raise NotImplementedError
 
+    def _on_held_up(self, transfers: Sequence[Transfer], why: str) -> None:
+        """A NIC completes nothing of these. Nobody else waits for a control message."""
+
     # --- The end ------------------------------------------------------------------------------------------------------
 
     def close(self, drain_s: float | None = None) -> None:
@@ -146,6 +154,7 @@ class Messenger:
                 try:
                     self._engine.on_message(None)
                     self._engine.on_peer_lost(None)
+                    self._engine.on_held_up(None)
                 except ClosedError:
                     pass  # The engine was closed first.
                 self._actor.stop(ANSWER_S)

@@ -46,7 +46,7 @@ class DecodeMessenger(DecodeRequests):
     Parameters
     ----------
     engine : Engine
-        Its message and peer-lost callbacks are taken over.
+        Its ``on_message``, ``on_peer_lost`` and ``on_held_up`` are taken over.
     spec : CacheSpec
         This side's cache: layout, placement, and where each rank keeps its pages.
     regions : sequence of sequence of MemoryRegion
@@ -164,10 +164,12 @@ class DecodeMessenger(DecodeRequests):
         return self._poison.items
 
     def reclaim(self, timeout_s: float = 0.0) -> list[PoisonedPages]:
-        """Look again for proof that lost peers can write no more, and take the pages back where there is.
+        """Take poisoned pages back where there is proof by now that nothing can land in them.
 
-        A process that had only stopped when it was lost may have exited since. What proof there is depends on the
-        provider, see "Fences" in docs/engine.md: over TCP there is none. Peers that are connected again are left alone.
+        A peer that did not confirm a cancel in time may have done so since, for one because a write was stalled that is
+        retired now: that costs nothing to know. For lost peers proof is looked for again: a process that had only
+        stopped may have exited. What proof there is depends on the provider, see "Fences" in docs/engine.md: over TCP
+        there is none. Peers that are connected again are left alone.
 
         Parameters
         ----------
@@ -188,7 +190,7 @@ class DecodeMessenger(DecodeRequests):
         """
         if self._actor.is_current:
             raise ConfigError("reclaim() was called on the messenger's own thread, which must not wait")
-        clean: list[PoisonedPages] = []
+        clean = self._take_back(self._poison.take_redeemed())
         if self._engine.fence_means == "none":
             return clean
         for peer in self._poison.peers:
@@ -198,13 +200,16 @@ class DecodeMessenger(DecodeRequests):
                 if not self._engine.fence(peer, timeout_s=timeout_s).proven:
                     continue
                 # While nobody can connect to it: nothing that a new session poisons must be among these.
-                for item, slot in self._poison.take(peer.epoch):
-                    clean.append(item)
-                    if slot is not None and self._tails is not None:
-                        self._tails.reclaim(slot)
+                clean += self._take_back(self._poison.take(peer.epoch))
             finally:
                 self._actor.call(partial(self._end_reclaim, peer.epoch), ANSWER_S)
         return clean
+
+    def _take_back(self, entries: list[tuple[PoisonedPages, int | None]]) -> list[PoisonedPages]:
+        for _, slot in entries:
+            if slot is not None and self._tails is not None:
+                self._tails.reclaim(slot)
+        return [item for item, _ in entries]
 
     def _begin_reclaim(self, epoch: bytes) -> bool:
         """Whether the peer may be fenced; from then on nobody connects to it."""

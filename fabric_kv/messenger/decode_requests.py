@@ -42,6 +42,7 @@ from .state import (
     PeerLost,
     Rejected,
     RequestState,
+    Stalled,
 )
 from .timeline import log_end
 
@@ -89,7 +90,7 @@ class DecodeRequests(DecodePeers):
         if not clean:
             peer, exceeded = fetching.peer, fetching.fetch.tainted
             item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), exceeded)
-            self._poison.add(item, peer._link.peer, fetching.tail_slot)
+            self._poison.add(item, peer._link.peer, fetching.generation, fetching.tail_slot)
         if fetching.claimed:
             self._claims.release(fetching.dp, fetching.written)
             fetching.claimed = False
@@ -143,7 +144,8 @@ class DecodeRequests(DecodePeers):
             event = EngineClosed()
         else:
             event = CounterBroken(str(error))
-        self._actor.post(partial(self._on_counter, fetching, event))
+        # Here, if nothing else happens to the messenger: to wake its thread takes longer than to end a request.
+        self._actor.post_now(partial(self._on_counter, fetching, event))
 
     def _on_counter(self, fetching: Fetching, event: FetchEvent) -> None:
         if not fetching.fetch.phase.final:  # Otherwise it was us who released the counter.
@@ -162,10 +164,12 @@ class DecodeRequests(DecodePeers):
                     self._on_goodbye(peer, quiescent)
             case wire.Accept(generation):
                 self._on_answer(peer, generation, Accepted())
-            case wire.Reject(generation, reason):
-                self._on_answer(peer, generation, Rejected(reason))
+            case wire.Reject(generation, reason, kind):
+                self._on_answer(peer, generation, Rejected(reason, kind))
             case wire.Fail(generation, reason, pages_clean):
                 self._on_answer(peer, generation, Failed(reason, pages_clean))
+            case wire.Stalled(generation, reason):
+                self._on_answer(peer, generation, Stalled(reason))
             case wire.CancelConfirm(generation, pages_clean):
                 self._on_answer(peer, generation, CancelConfirmed(pages_clean))
             case _:
@@ -175,6 +179,9 @@ class DecodeRequests(DecodePeers):
         fetching = peer._open.get(generation)
         if fetching is None:
             self._counts["late"] += 1
+            if isinstance(event, Failed | CancelConfirmed) and event.pages_clean:
+                # It ended when its bound on this had passed. As good a proof as it would have been in time.
+                self._poison.redeem(peer.epoch, generation)
             return
         if isinstance(event, Accepted) and math.isnan(fetching.accepted_s):
             fetching.accepted_s = self._actor.now()
@@ -209,6 +216,10 @@ class DecodeRequests(DecodePeers):
         if phase is RequestState.READY and isinstance(outcome, FabricKVError):
             phase = RequestState.FAILED
         clean = bool(fetch.pages_clean)
+        if phase is RequestState.READY:
+            peer.degraded = None
+        elif phase in (RequestState.TIMED_OUT, RequestState.STALLED) or (phase is RequestState.FAILED and not clean):
+            peer.degraded = f"{phase.name.lower()}: {fetch.reason}"
         self._give_back(fetching, clean=clean)
         self._counts[phase.name.lower()] += 1
         self._counts["poisoned_requests"] += not clean
@@ -293,12 +304,14 @@ class DecodeRequests(DecodePeers):
 
     # --- The end ------------------------------------------------------------------------------------------------------
 
+    def _all_peers(self) -> list[PrefillPeer]:
+        return [*self._peers.values(), *(peer for peer in self._fencing.values() if peer is not None)]
+
     def _open_requests(self) -> list[Fetching]:
-        peers = [*self._peers.values(), *(peer for peer in self._fencing.values() if peer is not None)]
-        return [fetching for peer in peers for fetching in peer._open.values()]
+        return [fetching for peer in self._all_peers() for fetching in peer._open.values()]
 
     def _num_open(self) -> int:
-        return len(self._open_requests())
+        return sum(len(peer._open) for peer in self._all_peers())
 
     def _close_requests(self) -> None:
         for fetching in self._open_requests():
@@ -314,7 +327,12 @@ class DecodeRequests(DecodePeers):
         poisoned = sum(pages.size for item in self._poison.items for pages in item.pages)
         return {
             "peers": {
-                epoch.hex(): {"alive": peer.alive, "session": peer._session, "requests": len(peer._open)}
+                epoch.hex(): {
+                    "alive": peer.alive,
+                    "degraded": peer.degraded,
+                    "session": peer._session,
+                    "requests": len(peer._open),
+                }
                 for epoch, peer in self._peers.items()
             },
             "requests": [fetching.snapshot() for fetching in self._open_requests()],

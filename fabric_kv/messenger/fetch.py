@@ -29,6 +29,7 @@ from .state import (
     PeerLost,
     Rejected,
     RequestState,
+    Stalled,
 )
 
 __all__ = ["Fetch", "FetchEffect", "FetchEvent", "fetch_step"]
@@ -54,6 +55,8 @@ class Fetch(msgspec.Struct, frozen=True):
         A counter has fired, or the peer accepted: a later Reject cannot be true.
     cause, reason
         How the request will end once the peer has answered the Cancel, and why.
+    reject_kind : str
+        Of a request that ended as rejected.
     tainted : bool
         More was written than announced: no answer of the peer can prove the pages clean.
     peer_quiescent : bool or None
@@ -67,6 +70,7 @@ class Fetch(msgspec.Struct, frozen=True):
     started: bool = False
     cause: RequestState | None = None
     reason: str = ""
+    reject_kind: str = "rejected"
     tainted: bool = False
     peer_quiescent: bool | None = None
     pages_clean: bool | None = None
@@ -85,6 +89,7 @@ FetchEvent = (
     | EngineClosed
     | PeerLost
     | PeerLeft
+    | Stalled
     | Closing
 )
 FetchResult = tuple[Fetch, tuple[FetchEffect, ...]]
@@ -106,12 +111,13 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             if fetch.phase is not RequestState.SENT:
                 return fetch, _LATE
             return msgspec.structs.replace(fetch, phase=RequestState.ACCEPTED, started=True), ()
-        case Rejected(reason):
+        case Rejected(reason, kind):
             if cancelling:
                 # A Reject after data is a lie; the cancel that is under way still decides.
                 return (fetch, _LATE) if fetch.started else _end(fetch, None, fetch.reason, clean=True)
             if fetch.started:
                 return _cancel(fetch, RequestState.FAILED, f"rejected after it had been accepted: {reason}")
+            fetch = msgspec.structs.replace(fetch, reject_kind=kind)
             return _end(fetch, RequestState.REJECTED, reason, clean=True)
         case Failed(reason, pages_clean):
             if cancelling:
@@ -132,6 +138,11 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.CANCELLED, "cancelled by the caller")
         case DeadlinePassed(reason):
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.TIMED_OUT, reason)
+        case Stalled(reason):
+            if cancelling:
+                return fetch, _LATE
+            # What is in flight may land at any time: only the peer's answer to the Cancel, or its Fail, says it cannot.
+            return _cancel(msgspec.structs.replace(fetch, started=True), RequestState.STALLED, reason)
         case Closing():
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.CLOSED, "closed by the caller")
         case CancelExpired():

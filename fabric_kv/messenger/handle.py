@@ -50,12 +50,13 @@ class RequestHandle(Completion[RequestResult]):
 
     Its pages belong to the messenger until ``done()``. Then they hold the cache, if ``result()`` returns; else the
     error's ``pages_clean`` says whether they may be reused. Threads: any. Done callbacks run on the messenger's thread
-    and must not block. Cancelling a task that awaits a handle leaves the request alone: call ``cancel``.
+    or the engine's dispatcher and must not block. Cancelling a task that awaits a handle leaves the request alone: call
+    ``cancel``.
 
-    ``result()`` raises RequestRejectedError, RequestFailedError, RequestTimeoutError, RequestCancelledError or
-    PeerLostError as the request ended, ClosedError if the messenger was closed first, and TransferTimeoutError if its
-    own ``timeout`` passed: the request then goes on. Without a timeout the wait is bounded by the request's deadline
-    and ``Bounds.cancel_s``.
+    ``result()`` raises RequestRejectedError, RequestFailedError, RequestTimeoutError, RequestCancelledError,
+    RequestStalledError or PeerLostError as the request ended, ClosedError if the messenger was closed first, and
+    TransferTimeoutError if its own ``timeout`` passed: the request then goes on. Without a timeout the wait is bounded
+    by the request's deadline and ``Bounds.cancel_s``.
     """
 
     def __init__(

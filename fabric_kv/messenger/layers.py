@@ -56,10 +56,6 @@ class LayerGroups:
         """The group that a layer is in."""
         return bisect.bisect_right(self.ends, layer)
 
-    def layers_of(self, layer_group: int) -> range:
-        """The layers of a group."""
-        return range(self.ends[layer_group - 1] if layer_group else 0, self.ends[layer_group])
-
     def counter_of(self, rank: int, layer_group: int) -> int:
         """Which of a request's counters counts what a rank gets of a group."""
         return rank * len(self.ends) + layer_group

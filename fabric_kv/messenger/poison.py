@@ -1,7 +1,9 @@
 """Pages that are being written, and those that something may still write into, and how these come back.
 
->>> book.add(PoisonedPages("a", peer.epoch, 0, (pages,)), peer, tail_slot=3)
+>>> book.add(PoisonedPages("a", peer.epoch, 0, (pages,)), peer, generation=7, tail_slot=3)
 >>> book.find(0, 0, pages)               # the first page that must not be used
+>>> book.redeem(peer.epoch, 7)           # the peer says, late, that nothing can land any more
+>>> book.take_redeemed()
 >>> book.take(peer.epoch)                # the peer has been fenced: the pages are clean
 >>> claims.claim("a", 0, [pages])        # nobody else may submit them until release()
 """
@@ -9,8 +11,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -76,12 +78,19 @@ class PageClaims:
                     del own[page]
 
 
+class _Entry(NamedTuple):
+    item: PoisonedPages
+    generation: int
+    tail_slot: int | None
+
+
 class PoisonBook:
     """All poisoned pages of a decode side. Threads: any."""
 
     def __init__(self, dp_size: int, num_groups: int) -> None:
         self._lock = threading.Lock()  # guards all of these
-        self._entries: list[tuple[PoisonedPages, int | None]] = []  # with the tail slot
+        self._entries: list[_Entry] = []
+        self._redeemed: set[tuple[bytes, int]] = set()  # peer and generation of entries
         self._by_group: list[list[set[int]]] = [[set() for _ in range(num_groups)] for _ in range(dp_size)]
         self._peers: dict[bytes, Peer] = {}
 
@@ -89,35 +98,55 @@ class PoisonBook:
     def items(self) -> list[PoisonedPages]:
         """Of all requests, oldest first."""
         with self._lock:
-            return [item for item, _ in self._entries]
+            return [entry.item for entry in self._entries]
 
     @property
     def peers(self) -> list[Peer]:
         """Whom to fence to get pages back."""
         with self._lock:
-            epochs = {item.peer for item, _ in self._entries if not item.exceeded}
+            epochs = {entry.item.peer for entry in self._entries if not entry.item.exceeded}
             return [peer for epoch, peer in self._peers.items() if epoch in epochs]
 
-    def add(self, item: PoisonedPages, peer: Peer, tail_slot: int | None) -> None:
+    def add(self, item: PoisonedPages, peer: Peer, generation: int, tail_slot: int | None) -> None:
         """Set a request's pages aside, and its tail slot."""
         with self._lock:
-            self._entries.append((item, tail_slot))
+            self._entries.append(_Entry(item, generation, tail_slot))
             self._peers[item.peer] = peer
             for pages, poisoned in zip(item.pages, self._by_group[item.dp], strict=True):
                 poisoned.update(pages.tolist())
 
+    def redeem(self, epoch: bytes, generation: int) -> None:
+        """Note that nothing can land any more in a request's pages; they stay set aside until they are taken."""
+        with self._lock:
+            if any(
+                entry.generation == generation and entry.item.peer == epoch and not entry.item.exceeded
+                for entry in self._entries
+            ):
+                self._redeemed.add((epoch, generation))
+
+    def take_redeemed(self) -> list[tuple[PoisonedPages, int | None]]:
+        """Take back what was redeemed, with the tail slots."""
+        with self._lock:
+            return self._take(lambda entry: (entry.item.peer, entry.generation) in self._redeemed)
+
     def take(self, epoch: bytes) -> list[tuple[PoisonedPages, int | None]]:
         """Take back what a peer might have written into, which it cannot any more; with the tail slots."""
         with self._lock:
-            taken = [entry for entry in self._entries if entry[0].peer == epoch and not entry[0].exceeded]
-            self._entries = [entry for entry in self._entries if entry[0].peer != epoch or entry[0].exceeded]
-            self._peers.pop(epoch, None)
+            return self._take(lambda entry: entry.item.peer == epoch and not entry.item.exceeded)
+
+    def _take(self, wanted: Callable[[_Entry], bool]) -> list[tuple[PoisonedPages, int | None]]:
+        taken = [entry for entry in self._entries if wanted(entry)]
+        if taken:
+            self._entries = [entry for entry in self._entries if not wanted(entry)]
+            self._redeemed.difference_update((entry.item.peer, entry.generation) for entry in taken)
+            left_peers = {entry.item.peer for entry in self._entries}
+            self._peers = {epoch: peer for epoch, peer in self._peers.items() if epoch in left_peers}
             for dp, groups in enumerate(self._by_group):
-                left = [item for item, _ in self._entries if item.dp == dp]
+                left = [entry.item for entry in self._entries if entry.item.dp == dp]
                 for group, poisoned in enumerate(groups):
                     poisoned.clear()
                     poisoned.update(*(item.pages[group].tolist() for item in left))
-        return taken
+        return [(entry.item, entry.tail_slot) for entry in taken]
 
     def find(self, dp: int, group: int, pages: NDArray[np.int64]) -> int | None:
         """The smallest of these pages of a replica that is poisoned."""

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class Outflow:
         self.serve = Serve()
         self.open: set[Transfer] = set()
         self.stopped = False  # At once, before the machine hears of it.
+        self.num_waiting = 0  # Of its submissions, in the poster's backlog.
 
     @property
     def may_post(self) -> bool:
@@ -91,6 +92,9 @@ class TailSubmission:
         self.token = token
 
 
+S = TypeVar("S", Submission, TailSubmission)
+
+
 class Poster:
     """Hands submissions to the engine, in order of arrival.
 
@@ -125,11 +129,12 @@ class Poster:
         self._backlog: deque[Submission] = deque()
         self._ready_backlog: deque[Submission] = deque()  # What waits for no layer.
         self._tail_backlog: deque[TailSubmission] = deque()  # Of its own: a tail may wait for a slot, pages do not.
+        self._num_dead = 0  # Submissions in these of requests that were stopped.
 
     @property
     def num_waiting(self) -> int:
         """Submissions in the backlog."""
-        return len(self._backlog) + len(self._ready_backlog) + len(self._tail_backlog)
+        return len(self._backlog) + len(self._ready_backlog) + len(self._tail_backlog) - self._num_dead
 
     def apply(self, outflow: Outflow, event: ServeEvent) -> tuple[ServeEffect, ...]:
         """Step the request's machine."""
@@ -141,34 +146,51 @@ class Poster:
         """Post what the engine takes and keep the rest; False if something is kept. Never blocks."""
         with self.lock:
             for item in submissions:
+                item.outflow.num_waiting += 1
+                self._num_dead += item.outflow.stopped
                 (self._ready_backlog if item.watch is None else self._backlog).append(item)
             return self.retry()
 
     def post_tail(self, submission: TailSubmission) -> bool:
         """Post a tail, or keep it until there is room and a slot; False if something is kept. Never blocks."""
         with self.lock:
+            submission.outflow.num_waiting += 1
+            self._num_dead += submission.outflow.stopped
             self._tail_backlog.append(submission)
             return self.retry()
 
     def retry(self) -> bool:
         """Try the backlog again; False if something is left."""
         with self.lock:
-            for backlog in (self._ready_backlog, self._backlog):
-                while backlog and self._post_pages(backlog[0]):
-                    backlog.popleft()
-            while self._tail_backlog and self._post_tail(self._tail_backlog[0]):
-                self._tail_backlog.popleft()
+            self._post_from(self._ready_backlog, self._post_pages)
+            self._post_from(self._backlog, self._post_pages)
+            self._post_from(self._tail_backlog, self._post_tail)
             return not self.num_waiting
+
+    def _post_from(self, backlog: deque[S], post: Callable[[S], bool]) -> None:
+        while backlog:
+            item = backlog[0]
+            if not post(item):
+                return
+            if backlog and backlog[0] is item:  # Else its request was stopped in the middle of that.
+                backlog.popleft()
+                item.outflow.num_waiting -= 1
+                self._num_dead -= item.outflow.stopped
 
     def stop(self, outflow: Outflow) -> None:
         """Forget what is not posted and cancel what is: each transfer ends when its posted operations are retired."""
         with self.lock:
             # Whoever is about to post for it on another thread then finds that it may not.
-            outflow.stopped = True
-            # Posting these would be skipped anyway; a backlog that does not move must not keep them alive.
-            self._backlog = deque(item for item in self._backlog if item.outflow is not outflow)
-            self._ready_backlog = deque(item for item in self._ready_backlog if item.outflow is not outflow)
-            self._tail_backlog = deque(item for item in self._tail_backlog if item.outflow is not outflow)
+            if not outflow.stopped:
+                outflow.stopped = True
+                self._num_dead += outflow.num_waiting
+            # Posting these is skipped. Thrown out when they are the most: one by one, a peer's loss with all its
+            # requests would cost the square of their number.
+            if self._num_dead > self.num_waiting:
+                _keep_live(self._ready_backlog)
+                _keep_live(self._backlog)
+                _keep_live(self._tail_backlog)
+                self._num_dead = 0
             transfers = list(outflow.open)
         for transfer in transfers:
             transfer.cancel()
@@ -249,6 +271,12 @@ class Poster:
         self._free_slot(slot)
         self._on_retired(outflow, transfer.exception(0))
         self.retry()
+
+
+def _keep_live(backlog: deque[S]) -> None:
+    live = [item for item in backlog if not item.outflow.stopped]
+    backlog.clear()
+    backlog.extend(live)
 
 
 def may_still_land(error: BaseException) -> bool:

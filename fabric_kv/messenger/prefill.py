@@ -40,7 +40,7 @@ class PrefillMessenger(PrefillRequests):
     Parameters
     ----------
     engine : Engine
-        Its message and peer-lost callbacks are taken over.
+        Its ``on_message``, ``on_peer_lost`` and ``on_held_up`` are taken over.
     spec : CacheSpec
         This side's cache: layout, placement, and where each rank keeps its pages.
     regions : sequence of sequence of MemoryRegion

@@ -47,6 +47,9 @@ class PrefillPeer:
         The incarnation.
     plan : TransferPlan
         How its cache maps onto this side's.
+    degraded : str or None
+        Why the last request that should have brought pages did not; None again when one has. Heartbeats say only that
+        its process lives.
     """
 
     plan: TransferPlan
@@ -60,6 +63,7 @@ class PrefillPeer:
         self._next_generation = session
         self._open: dict[int, Fetching] = {}
         self._gone: str | None = None  # Why no request can be sent any more.
+        self.degraded: str | None = None
         self._waiters: list[_Waiter] = []
         self._greeted = False
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import Admission, Bounds
 from ..errors import ConfigError, FabricKVError, ProtocolError
+from ..futures import CALLBACK_ERRORS
 from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
@@ -23,13 +24,13 @@ from .scheduler import Reject, RequestKey, Scheduler
 from .serve import ServeEffect, ServeEvent
 from .serving import Serving, error_of
 from .sessions import Session
-from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState
+from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState, Stalled
 from .steps import Steps
 from .timeline import Timeline, log_end
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..transfers import MemoryRegion
+    from ..transfers import MemoryRegion, Transfer
     from .tail import TailPool
 
 __all__ = ["PrefillRequests"]
@@ -38,6 +39,14 @@ _log = logging.getLogger("fabric_kv.messenger")
 
 # Keys of requests that ended, so that a step which races with the end is told apart from a wrong key.
 MAX_ENDED_KEYS = 65536
+
+
+class _Rejection(ConfigError):
+    """A request that is refused although nothing is wrong with it."""
+
+    def __init__(self, message: str, kind: wire.RejectKind = "no_capacity") -> None:
+        super().__init__(message)
+        self.kind: wire.RejectKind = kind
 
 
 class PrefillRequests(PrefillSessions):
@@ -89,7 +98,7 @@ class PrefillRequests(PrefillSessions):
             return
         try:
             if self._closing:
-                raise ConfigError("the prefill side is closing")
+                raise _Rejection("the prefill side is closing", "closing")
             self._check_room(session)
             serving = session.read_request(message)
             self._check_room(session, serving.nbytes)
@@ -97,7 +106,8 @@ class PrefillRequests(PrefillSessions):
                 raise ProtocolError("the same submission of an earlier session has not ended yet")
         except FabricKVError as error:
             self._counts["rejected"] += 1
-            session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS]))
+            kind = error.kind if isinstance(error, _Rejection) else "incompatible"
+            session.link.send(wire.Reject(generation, str(error)[: wire.MAX_REASON_CHARS], kind))
             return
         serving.timeline = Timeline(self._actor.now())
         session.open[generation] = serving
@@ -111,11 +121,11 @@ class PrefillRequests(PrefillSessions):
     def _check_room(self, session: Session, nbytes: int = 0) -> None:
         limits, num_theirs = self._admission, len(session.open)
         if len(self._serving) >= limits.max_requests:
-            raise ConfigError(f"{limits.max_requests} requests are open already (max_requests)")
+            raise _Rejection(f"{limits.max_requests} requests are open already (max_requests)")
         if num_theirs >= limits.max_requests_per_peer:
-            raise ConfigError(f"{num_theirs} requests of this decode engine are open already (max_requests_per_peer)")
+            raise _Rejection(f"{num_theirs} requests of this decode engine are open already (max_requests_per_peer)")
         if self._open_bytes + nbytes > limits.max_bytes:
-            raise ConfigError(
+            raise _Rejection(
                 f"the request has {nbytes} bytes, those that are open {self._open_bytes}: the limit is"
                 f" {limits.max_bytes} (max_bytes)"
             )
@@ -125,13 +135,14 @@ class PrefillRequests(PrefillSessions):
             answer = self._scheduler.on_request(serving.request)
         except Reject as reject:
             answer = reject
-        except Exception as error:  # noqa: BLE001  (it is the user's code: one request fails, the thread lives)
+        except CALLBACK_ERRORS as error:  # It is the user's code: one request fails, the thread lives.
             self._counts["callback_errors"] += 1
             _log.exception("on_request failed for %s", serving.key_text)
             answer = Reject(f"the scheduler failed: {type(error).__name__}")
         if answer is None:
             return Accepted()
-        return Refused(str(getattr(answer, "reason", answer))[: wire.MAX_REASON_CHARS])
+        kind = getattr(answer, "kind", "rejected")
+        return Refused(str(getattr(answer, "reason", answer))[: wire.MAX_REASON_CHARS], kind)
 
     def _on_cancel(self, session: Session, message: wire.Cancel) -> None:
         generation = message.generation
@@ -165,11 +176,14 @@ class PrefillRequests(PrefillSessions):
             case ServeEffect.SEND_ACCEPT:
                 link.send(wire.Accept(generation))
             case ServeEffect.SEND_REJECT:
-                link.send(wire.Reject(generation, serve.reason))
+                link.send(wire.Reject(generation, serve.reason, cast("wire.RejectKind", serve.reject_kind)))
             case ServeEffect.SEND_FAIL:
                 self._say_clean(
                     session, serve.pages_clean, lambda clean: link.send(wire.Fail(generation, serve.reason, clean))
                 )
+            case ServeEffect.SEND_STALLED:
+                self._counts["stalls"] += 1
+                link.send(wire.Stalled(generation, serve.stalled or ""))
             case ServeEffect.SEND_CONFIRM:
                 self._say_clean(
                     session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean))
@@ -186,6 +200,17 @@ class PrefillRequests(PrefillSessions):
         else:
             self._apply(outflow, Retired(str(error)[: wire.MAX_REASON_CHARS], may_still_land(error)))
         self._tell_if_quiet(outflow)
+
+    def _on_held_up(self, transfers: Sequence[Transfer], why: str) -> None:
+        """Writes that the engine has posted are not retired."""
+        held = {transfer for transfer in transfers if not transfer.done()}
+        for serving in list(self._serving.values()):
+            # It waits for its NIC. Whatever else a request waits for, a step of the scheduler's or room in the engine,
+            # has nothing in flight, and is not held up.
+            with self._poster.lock:
+                stalled = not held.isdisjoint(serving.open)
+            if stalled:
+                self._apply(serving, Stalled(why[: wire.MAX_REASON_CHARS]))
 
     def _on_refused_post(self, outflow: Outflow, error: BaseException) -> None:
         assert isinstance(outflow, Serving)
@@ -228,7 +253,7 @@ class PrefillRequests(PrefillSessions):
                 self._scheduler.on_released(key)
             else:
                 self._scheduler.on_failed(key, error_of(serving))
-        except Exception:  # noqa: BLE001  (as in _ask_scheduler)
+        except CALLBACK_ERRORS:
             self._counts["callback_errors"] += 1
             _log.exception("the scheduler failed at the end of %s", serving.key_text)
 
@@ -242,7 +267,7 @@ class PrefillRequests(PrefillSessions):
         self._counts["preempted"] += 1
         try:
             on_quiet()
-        except Exception:  # noqa: BLE001  (as in _ask_scheduler)
+        except CALLBACK_ERRORS:
             self._counts["callback_errors"] += 1
             _log.exception("on_quiet failed for %s", serving.key_text)
 

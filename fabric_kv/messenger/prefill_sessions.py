@@ -34,8 +34,6 @@ __all__ = ["PrefillSessions"]
 
 _log = logging.getLogger("fabric_kv.messenger")
 
-# How long an answer waits for the connections of all NICs.
-CONNECT_RAILS_S = 0.5
 # Refusals that have not left yet; keeps what strangers can make us hold bounded.
 MAX_PARTING = 4096
 
@@ -128,7 +126,7 @@ class PrefillSessions(Messenger):
                 answer()
 
         # Well before the other side gives up waiting for our answer, whatever its bounds are.
-        timer = self._actor.after(min(CONNECT_RAILS_S, self._bounds.handshake_s / 2), late)
+        timer = self._actor.after(min(self._bounds.connect_rails_s, self._bounds.handshake_s / 2), late)
         if not waiting:
             answer()
         for transfer in open_:

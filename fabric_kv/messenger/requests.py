@@ -24,6 +24,7 @@ from ..errors import (
     RequestCancelledError,
     RequestFailedError,
     RequestRejectedError,
+    RequestStalledError,
     RequestTimeoutError,
 )
 from . import wire
@@ -163,6 +164,7 @@ _ERRORS: dict[RequestState, Callable[..., FabricKVError]] = {
     RequestState.TIMED_OUT: RequestTimeoutError,
     RequestState.CANCELLED: RequestCancelledError,
     RequestState.PEER_LOST: PeerLostError,
+    RequestState.STALLED: RequestStalledError,
     RequestState.CLOSED: ClosedError,
 }
 
@@ -176,6 +178,7 @@ def error_of(fetching: Fetching) -> FabricKVError:
         message += "; its pages may still be written and stay set aside"
     if fetch.phase is RequestState.CLOSED:
         return ClosedError(message, pages_clean=fetch.pages_clean)
+    reason = fetch.reject_kind if fetch.phase is RequestState.REJECTED else word
     return _ERRORS[fetch.phase](
-        message, request_id=fetching.request_id, peer=peer, pages_clean=fetch.pages_clean, reason=word
+        message, request_id=fetching.request_id, peer=peer, pages_clean=fetch.pages_clean, reason=reason
     )

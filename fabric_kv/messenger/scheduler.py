@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FabricKVError
+from ..errors import ConfigError, FabricKVError
 
 __all__ = ["Chunk", "PrefillRequest", "Reject", "RequestKey", "Scheduler"]
 
@@ -70,11 +70,23 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Reject(Exception):
-    """Returned or raised by ``on_request``: the request is refused, and decode is told why."""
+    """Returned or raised by ``on_request``: the request is refused, and decode is told why.
 
-    def __init__(self, reason: str) -> None:
+    Parameters
+    ----------
+    reason : str
+        For people.
+    kind : {"rejected", "no_capacity"}
+        For programs: ``no_capacity`` says that the same request may be taken later, or elsewhere. It becomes the
+        ``reason`` of decode's RequestRejectedError.
+    """
+
+    def __init__(self, reason: str, kind: Literal["rejected", "no_capacity"] = "rejected") -> None:
         super().__init__(reason)
+        if kind not in ("rejected", "no_capacity"):
+            raise ConfigError(f"kind={kind!r} is neither 'rejected' nor 'no_capacity'")
         self.reason = reason
+        self.kind = kind
 
 
 class Chunk(NamedTuple):

@@ -26,6 +26,7 @@ from .state import (
     Refused,
     Retired,
     ServeState,
+    Stalled,
 )
 
 __all__ = ["Serve", "ServeEffect", "ServeEvent", "serve_step"]
@@ -36,6 +37,7 @@ class ServeEffect(enum.Enum):
 
     SEND_ACCEPT = enum.auto()
     STOP_POSTING = enum.auto()
+    SEND_STALLED = enum.auto()
     END = enum.auto()
     SEND_REJECT = enum.auto()
     SEND_FAIL = enum.auto()
@@ -55,6 +57,8 @@ class Serve(msgspec.Struct, frozen=True):
         No operation ended with an unknown outcome.
     reachable, confirm_owed : bool
         Whether the peer still hears us; whether it asked for a cancel.
+    stalled : str or None
+        Why nothing is retired; the peer has been told.
     """
 
     phase: ServeState = ServeState.OFFERED
@@ -65,8 +69,10 @@ class Serve(msgspec.Struct, frozen=True):
     pages_clean: bool = True
     reachable: bool = True
     confirm_owed: bool = False
+    stalled: str | None = None
     cause: ServeState | None = None
     reason: str = ""
+    reject_kind: str = "rejected"
 
     @property
     def in_flight(self) -> int:
@@ -96,6 +102,7 @@ ServeEvent = (
     | CancelAsked
     | DeadlinePassed
     | PeerLost
+    | Stalled
     | Closing
 )
 ServeResult = tuple[Serve, tuple[ServeEffect, ...]]
@@ -120,10 +127,10 @@ def serve_step(serve: Serve, event: ServeEvent) -> ServeResult:
                 return serve, ()
             serve, effects = _settle(replace(serve, phase=ServeState.SERVING))
             return serve, (ServeEffect.SEND_ACCEPT, *effects)
-        case Refused(reason):
+        case Refused(reason, kind):
             if serve.phase is ServeState.OFFERED and not serve.posted:
                 end = (ServeEffect.END, ServeEffect.SEND_REJECT) if serve.reachable else (ServeEffect.END,)
-                return replace(serve, phase=ServeState.REJECTED, reason=reason), end
+                return replace(serve, phase=ServeState.REJECTED, reason=reason, reject_kind=kind), end
             # Refused, yet posting has begun: "nothing was written" would be untrue.
             return _stop(serve, ServeState.FAILED, reason)
         case Planned(count):
@@ -145,6 +152,12 @@ def serve_step(serve: Serve, event: ServeEvent) -> ServeResult:
             return _stop(replace(serve, confirm_owed=True), ServeState.CANCELLED, "cancelled by the decode side")
         case PeerLost(reason):
             return _stop(replace(serve, reachable=False), ServeState.PEER_LOST, reason)
+        case Stalled(reason):
+            if not serve.in_flight or serve.stalled is not None:
+                return serve, ()  # It was retired meanwhile, or has been told.
+            serve, effects = _stop(replace(serve, stalled=reason), ServeState.STALLED, reason)
+            # Fail and CancelConfirm wait until all is retired, which may be never: decode hears now why.
+            return serve, (*effects, ServeEffect.SEND_STALLED) if serve.reachable else effects
         case Closing():
             return _stop(serve, ServeState.CLOSED, "the prefill side is closing")
 

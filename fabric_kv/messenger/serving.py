@@ -20,6 +20,7 @@ from ..errors import (
     PeerLostError,
     RequestCancelledError,
     RequestFailedError,
+    RequestStalledError,
     RequestTimeoutError,
 )
 from .actor import Timer
@@ -168,6 +169,7 @@ _ERROR_TYPES: dict[ServeState, Callable[..., FabricKVError]] = {
     ServeState.TIMED_OUT: RequestTimeoutError,
     ServeState.CANCELLED: RequestCancelledError,
     ServeState.PEER_LOST: PeerLostError,
+    ServeState.STALLED: RequestStalledError,
 }
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Retired",
     "SeenWindow",
     "ServeState",
+    "Stalled",
 ]
 
 
@@ -54,6 +55,7 @@ class RequestState(enum.IntEnum):
     CANCELLED = 7
     PEER_LOST = 8
     CLOSED = 9
+    STALLED = 10
 
     @property
     def final(self) -> bool:
@@ -74,6 +76,7 @@ class ServeState(enum.IntEnum):
     CANCELLED = 7
     PEER_LOST = 8
     CLOSED = 9
+    STALLED = 10
 
     @property
     def final(self) -> bool:
@@ -112,6 +115,15 @@ class PeerLost(_Event, frozen=True):
     fenced: bool = False
 
 
+class Stalled(_Event, frozen=True):
+    """Prefill: writes of the request are posted, and none is retired for too long. Decode: the peer says so.
+
+    Only the side that posts can tell this from a request that waits to be computed.
+    """
+
+    reason: str
+
+
 class Closing(_Event, frozen=True):
     """This side is closing and no longer waits for the request."""
 
@@ -120,9 +132,10 @@ class Closing(_Event, frozen=True):
 
 
 class Rejected(_Event, frozen=True):
-    """A Reject message arrived."""
+    """A Reject message arrived; ``kind`` as in the message."""
 
     reason: str
+    kind: str = "rejected"
 
 
 class Failed(_Event, frozen=True):
@@ -168,9 +181,10 @@ class PeerLeft(_Event, frozen=True):
 
 
 class Refused(_Event, frozen=True):
-    """The scheduler said no."""
+    """The scheduler said no; ``kind`` as in the Reject message."""
 
     reason: str
+    kind: str = "rejected"
 
 
 class FailAsked(_Event, frozen=True):

@@ -9,6 +9,7 @@ layers from the first on, so that a layer is written once it and all before it t
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ class _Open:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.layers: dict[Outflow, set[int]] = {}  # with something to write
-        self.left: set[int] = set()  # of all, not done yet
+        self.left: dict[int, int] = {}  # layers that are not done yet -> of how many requests
 
 
 class Steps:
@@ -34,6 +35,7 @@ class Steps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
+        self._steps_of: dict[Outflow, set[int]] = {}  # of those that are open
         self.last_number = 0
 
     @property
@@ -52,10 +54,13 @@ class Steps:
         open_ = _Open(watch)
         for submission in submissions:
             open_.layers.setdefault(submission.outflow, set()).update(submission.layers)
-        open_.left = set().union(*open_.layers.values())
+        for layer in itertools.chain(*open_.layers.values()):
+            open_.left[layer] = open_.left.get(layer, 0) + 1
         with self._lock:
             if open_.left:
                 self._open[step] = open_
+                for outflow in open_.layers:
+                    self._steps_of.setdefault(outflow, set()).add(step)
 
     def layer_done(self, step: int, layer: int) -> bool:
         """Let what waits for a layer go; False if nothing does."""
@@ -63,17 +68,22 @@ class Steps:
             open_ = self._open.get(step)
             if open_ is None or layer not in open_.left:
                 return False
-            open_.left.discard(layer)
+            del open_.left[layer]
             self._advance(step, open_)
             return True
 
     def forget(self, outflow: Outflow) -> None:
         """Drop a request that ended: nobody need report the layers that it alone had."""
         with self._lock:
-            for step, open_ in list(self._open.items()):
-                if open_.layers.pop(outflow, None) is not None:
-                    open_.left &= set().union(*open_.layers.values())
-                    self._advance(step, open_)
+            for step in self._steps_of.pop(outflow, ()):
+                open_ = self._open[step]
+                for layer in open_.layers.pop(outflow):
+                    num_requests = open_.left.get(layer, 0)
+                    if num_requests == 1:
+                        del open_.left[layer]
+                    elif num_requests:
+                        open_.left[layer] = num_requests - 1
+                self._advance(step, open_)
 
     def _advance(self, step: int, open_: _Open) -> None:
         if open_.left:
@@ -82,3 +92,8 @@ class Steps:
             # All that is left of the step may go.
             open_.watch.set(step + 1, 0)
             del self._open[step]
+            for outflow in open_.layers:
+                steps = self._steps_of[outflow]
+                steps.discard(step)
+                if not steps:
+                    del self._steps_of[outflow]

@@ -37,7 +37,9 @@ __all__ = [
     "Message",
     "RefusalKind",
     "Reject",
+    "RejectKind",
     "Request",
+    "Stalled",
     "TailField",
     "TailGeometry",
     "VersionMismatch",
@@ -47,7 +49,7 @@ __all__ = [
     "unpack_ints",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _MAGIC = b"FKV"
 
 # What one message may hold. Far above real use, and small enough that a hostile peer costs little memory; the number
@@ -68,6 +70,7 @@ Text = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=65536)]
 RegionBytes = Annotated[bytes, Meta(min_length=1, max_length=65536)]
 SpecBytes = Annotated[bytes, Meta(max_length=16 << 20)]
+RejectKind = Literal["rejected", "no_capacity", "incompatible", "closing"]
 RefusalKind = Literal["incompatible", "other_incarnation", "too_many_peers", "closing"]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
@@ -153,10 +156,11 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):
-    """Refused before anything was written."""
+    """Refused before anything was written, with a kind for programs."""
 
     generation: U63
     reason: Text
+    kind: RejectKind = "rejected"
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
@@ -165,6 +169,16 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     generation: U63
     reason: Text
     pages_clean: bool
+
+
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """Nothing more is posted, and what has been posted is not retired for too long: it may land at any time.
+
+    Fail follows when it is retired.
+    """
+
+    generation: U63
+    reason: Text
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -187,7 +201,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     quiescent: bool
 
 
-Message = Hello | HelloReply | Request | Accept | Reject | Fail | Cancel | CancelConfirm | Goodbye
+Message = Hello | HelloReply | Request | Accept | Reject | Fail | Stalled | Cancel | CancelConfirm | Goodbye
 
 
 class AnyHello(msgspec.Struct, frozen=True, tag="hello"):

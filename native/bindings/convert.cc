@@ -15,10 +15,14 @@ template <typename Integer>
 Pages copy_pages(const py::array& array) {
     const auto num_pages = array.size();
     const auto* data = static_cast<const Integer*>(array.data());
-    if (array.strides(0) == sizeof(Integer)) return make_pages({data, data + num_pages});
+    const bool is_aligned = array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+    if (is_aligned && array.strides(0) == sizeof(Integer)) return make_pages({data, data + num_pages});
     std::vector<std::int64_t> pages(static_cast<std::size_t>(num_pages));
-    for (py::ssize_t i = 0; i < num_pages; ++i)
-        pages[static_cast<std::size_t>(i)] = static_cast<std::int64_t>(*static_cast<const Integer*>(array.data(i)));
+    for (py::ssize_t i = 0; i < num_pages; ++i) {
+        Integer page;
+        std::memcpy(&page, array.data(i), sizeof page);
+        pages[static_cast<std::size_t>(i)] = static_cast<std::int64_t>(page);
+    }
     return make_pages(std::move(pages));
 }
 
@@ -91,19 +95,34 @@ void raise_as_python(const Error& error) {
 
 namespace {
 
+// Item `index` of a piece, an integer below 2^bits.
+template <typename Integer = std::uint64_t>
+Integer to_size(const py::tuple& piece, py::ssize_t index, const char* name, int bits = 63) {
+    const py::handle item = PyTuple_GET_ITEM(piece.ptr(), index);
+    const auto value = py::reinterpret_steal<py::object>(PyNumber_Index(item.ptr()));
+    const auto size = value ? PyLong_AsUnsignedLongLong(value.ptr()) : 0;
+    if (PyErr_Occurred() || size >> bits) {
+        PyErr_Clear();
+        throw Error(ErrorKind::kConfig, std::string(name) + "=" + py::str(item).cast<std::string>() +
+                                            " has the wrong type or is out of range: it must be an integer in [0, 2^" +
+                                            std::to_string(bits) + ")");
+    }
+    return static_cast<Integer>(size);
+}
+
 PagePiece to_piece(const py::tuple& t) {
     PagePiece piece;
     piece.src = t[0].cast<std::shared_ptr<Region>>();
-    piece.src_offset = t[1].cast<std::uint64_t>();
-    piece.src_stride = t[2].cast<std::uint64_t>();
+    piece.src_offset = to_size(t, 1, "src_offset");
+    piece.src_stride = to_size(t, 2, "src_stride");
     piece.dst = t[3].cast<std::shared_ptr<RemoteRegion>>();
-    piece.dst_offset = t[4].cast<std::uint64_t>();
-    piece.dst_stride = t[5].cast<std::uint64_t>();
-    piece.nbytes = t[6].cast<std::uint64_t>();
-    piece.rows = t[7].cast<std::uint32_t>();
-    piece.src_row_stride = t[8].cast<std::uint64_t>();
-    piece.dst_row_stride = t[9].cast<std::uint64_t>();
-    piece.layer = t[10].cast<std::uint16_t>();
+    piece.dst_offset = to_size(t, 4, "dst_offset");
+    piece.dst_stride = to_size(t, 5, "dst_stride");
+    piece.nbytes = to_size(t, 6, "nbytes");
+    piece.rows = to_size(t, 7, "rows", 32);
+    piece.src_row_stride = to_size(t, 8, "src_row_stride");
+    piece.dst_row_stride = to_size(t, 9, "dst_row_stride");
+    piece.layer = to_size<std::uint16_t>(t, 10, "layer", 16);
     return piece;
 }
 
@@ -115,8 +134,9 @@ Engine::Prepared to_prepared(std::shared_ptr<Peer> peer, const py::list& pieces)
     prepared.lists.reserve(pieces.size());
     for (const auto& item : pieces) {
         const auto piece = item.cast<py::tuple>();
+        if (piece.size() != 12) throw Error(ErrorKind::kInternal, "a piece has 12 fields");
         prepared.pieces.push_back(to_piece(piece));
-        prepared.lists.push_back(piece[11].cast<std::uint32_t>());
+        prepared.lists.push_back(to_size<std::uint32_t>(piece, 11, "lists", 16));
     }
     return prepared;
 }
@@ -125,9 +145,8 @@ Pages to_pages(const py::array& array) {
     const auto dtype = array.dtype();
     if (array.ndim() != 1) throw Error(ErrorKind::kConfig, "page indices must be one-dimensional");
     if (array.size() == 0) return make_pages({});
-    const bool is_plain = dtype.byteorder() == '=' || dtype.byteorder() == '|';
-    if (!is_plain || !(array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_))
-        throw Error(ErrorKind::kConfig, "page indices must be aligned and in this machine's byte order");
+    if (dtype.byteorder() != '=' && dtype.byteorder() != '|')
+        throw Error(ErrorKind::kConfig, "page indices must be in this machine's byte order");
     switch (dtype.kind() << 8 | static_cast<int>(array.itemsize())) {
         case 'i' << 8 | 1:
             return copy_pages<std::int8_t>(array);
@@ -150,12 +169,22 @@ Pages to_pages(const py::array& array) {
     }
 }
 
+namespace {
+
+// Of an array, which is copied, or of a PageList, which is shared.
+Pages copied_or_shared(py::handle pages) {
+    if (py::isinstance<py::array>(pages)) return to_pages(py::reinterpret_borrow<py::array>(pages));
+    return pages.cast<Pages>();
+}
+
+}  // namespace
+
 Engine::PageLists to_page_lists(const py::list& lists) {
     Engine::PageLists native;
     native.reserve(lists.size());
     for (const auto& item : lists) {
         const auto pair = item.cast<py::tuple>();
-        native.emplace_back(pair[0].cast<Pages>(), pair[1].cast<Pages>());
+        native.emplace_back(copied_or_shared(pair[0]), copied_or_shared(pair[1]));
     }
     return native;
 }
@@ -185,6 +214,8 @@ py::tuple to_tuple(const Event& e) {
             return py::make_tuple(kind, e.group, to_tuple(e.error));
         case Event::kStalled:
             return py::make_tuple(kind, e.group, to_tuple(e.error), static_cast<double>(e.id) / kSecond, e.bytes);
+        case Event::kHeldUp:
+            return py::make_tuple(kind, to_bytes(e.peer), e.transfers, e.error.text);
     }
     throw Error(ErrorKind::kInternal, "unknown event kind");
 }

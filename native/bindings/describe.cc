@@ -33,8 +33,10 @@ py::dict describe_rail(Rail& rail) {
     d["provider_keys"] = info.provider_keys;
     d["local_mr"] = info.local_mr;
     d["ordered_writes"] = info.ordered_writes;
+    d["fail_stop"] = info.fail_stop;
     d["imm_uses_recv"] = info.imm_uses_recv;
     d["wait_fd"] = info.wait_fd;
+    d["wait_is_hint"] = rail.nic().wait_is_hint();
     d["nic_checks_keys"] = info.nic_checks_keys;
     d["shared_memory"] = info.shared_memory;
     d["device_memory"] = info.device_memory;

@@ -31,7 +31,7 @@ OpenedEngine open_engine(const std::string& provider, const std::vector<GroupCon
     std::vector<GroupOptions> group_options;
     for (const auto& config : configs) {
         nics.push_back(open_rails(ofi::find_nics({provider, config.nics, device_memory}), strict, left_out,
-                                  [](auto info) { return ofi::open_nic(std::move(info)); }));
+                                  [&](auto info) { return ofi::open_nic(std::move(info), !options.spin); }));
         options.cpus = config.cpus;
         group_options.push_back(options);
     }
@@ -61,6 +61,20 @@ bool is_long(const std::vector<Engine::Submission>& submissions) {
     for (const auto& submission : submissions)
         for (const auto& piece : submission.pieces) num_pages += piece.num_pages();
     return num_pages > kFewPages;
+}
+
+// One write. The GIL is kept where it takes less than what waiting for it may.
+std::shared_ptr<Transfer> submit_one(Engine& engine, Engine::Prepared prepared, const py::list& lists,
+                                     const py::tuple& token, double deadline_s, std::shared_ptr<Watch> watch,
+                                     std::uint64_t step) {
+    std::vector<Engine::Submission> one;
+    auto& submission = one.emplace_back(Engine::with_pages(std::move(prepared), to_page_lists(lists)));
+    submission.token = to_token(token);
+    submission.watch = std::move(watch);
+    submission.step = step;
+    std::optional<py::gil_scoped_release> release;
+    if (is_long(one)) release.emplace();
+    return engine.submit_pages(Transfer::Kind::kWrite, std::move(one), deadline_after(deadline_s))[0];
 }
 
 }  // namespace
@@ -220,9 +234,9 @@ PYBIND11_MODULE(_native, m) {
                  std::vector<Engine::Submission> native;
                  native.reserve(submissions.size());
                  for (const auto& t : submissions) {
-                     const auto prepared = to_prepared(t[0].cast<std::shared_ptr<Peer>>(), t[1].cast<py::list>());
-                     auto& submission =
-                         native.emplace_back(Engine::with_pages(prepared, to_page_lists(t[2].cast<py::list>())));
+                     auto prepared = to_prepared(t[0].cast<std::shared_ptr<Peer>>(), t[1].cast<py::list>());
+                     auto& submission = native.emplace_back(
+                         Engine::with_pages(std::move(prepared), to_page_lists(t[2].cast<py::list>())));
                      submission.token = to_token(t[3].cast<py::tuple>());
                      submission.watch = t[4].cast<std::shared_ptr<Watch>>();
                      submission.step = t[5].cast<std::uint64_t>();
@@ -232,19 +246,13 @@ PYBIND11_MODULE(_native, m) {
                  if (is_long(native)) release.emplace();
                  return e.submit_pages(kind, std::move(native), deadline_after(deadline_s));
              })
-        .def("submit_prepared",
-             [](Engine& e, const Engine::Prepared& prepared, const py::list& lists, const py::tuple& token,
-                double deadline_s, std::shared_ptr<Watch> watch, std::uint64_t step) {
-                 auto submission = Engine::with_pages(prepared, to_page_lists(lists));
-                 submission.token = to_token(token);
-                 submission.watch = std::move(watch);
-                 submission.step = step;
-                 std::vector<Engine::Submission> one;
-                 one.push_back(std::move(submission));
-                 std::optional<py::gil_scoped_release> release;
-                 if (is_long(one)) release.emplace();
-                 return e.submit_pages(Transfer::Kind::kWrite, std::move(one), deadline_after(deadline_s))[0];
+        .def("submit_write",
+             [](Engine& e, std::shared_ptr<Peer> peer, const py::list& pieces, const py::list& lists,
+                const py::tuple& token, double deadline_s, std::shared_ptr<Watch> watch, std::uint64_t step) {
+                 return submit_one(e, to_prepared(std::move(peer), pieces), lists, token, deadline_s, std::move(watch),
+                                   step);
              })
+        .def("submit_prepared", &submit_one)
         .def("set_watch", &Engine::set_watch)
         .def("submit_signals",
              [](Engine& e, const std::vector<py::tuple>& signals, std::uint32_t group) {

@@ -331,8 +331,8 @@ std::shared_ptr<Transfer> Engine::new_transfer(Transfer::Kind kind, const std::s
     return transfer;
 }
 
-Engine::Submission Engine::with_pages(const Prepared& prepared, const PageLists& lists) {
-    Submission submission{prepared.peer, prepared.pieces, {}};
+Engine::Submission Engine::with_pages(Prepared prepared, const PageLists& lists) {
+    Submission submission{std::move(prepared.peer), std::move(prepared.pieces), {}};
     for (std::size_t i = 0; i < submission.pieces.size(); ++i) {
         const auto index = prepared.lists[i];
         if (index >= lists.size())

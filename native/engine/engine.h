@@ -105,7 +105,7 @@ class Engine {
         std::vector<std::uint32_t> lists;  // [piece]: which pair of page lists it uses
     };
     using PageLists = std::vector<std::pair<Pages, Pages>>;  // source, destination
-    static Submission with_pages(const Prepared& prepared, const PageLists& lists);
+    static Submission with_pages(Prepared prepared, const PageLists& lists);
 
     // Checks everything, then hands the transfers to the group of their source regions: all or none. Each one's id is
     // in the event that ends it. `deadline_ns` is on now_ns()'s clock; 0: none.

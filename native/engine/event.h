@@ -28,6 +28,7 @@ struct Event {
         kPeerLost,  // peer, error.text
         kFault,     // error: a rail or the progress thread failed
         kStalled,   // error: a rail with work in flight has completed nothing for a while; id: ns, bytes: outstanding
+        kHeldUp,    // peer, transfers, error: one rail completes nothing to that peer, to which these have operations
     };
     Kind kind{};
     Outcome outcome{};
@@ -43,6 +44,7 @@ struct Event {
     OpError error;
     std::vector<PageRange> failed_pages;
     PageRange unposted;
+    std::vector<std::uint64_t> transfers;  // ids
 };
 
 class EventQueue {

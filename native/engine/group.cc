@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <map>
+#include <set>
 
 #include "engine/thread.h"
 
@@ -176,6 +178,7 @@ bool Group::poll_rail(Rail& rail, std::int64_t now) {
                 receiver_.on_message(rail, op, completion.nbytes, now);
                 break;
             case Completion::kSent:
+                op->link->last_progress_ns = now;
                 sender_.on_sent(rail, op, now);
                 break;
         }
@@ -185,14 +188,14 @@ bool Group::poll_rail(Rail& rail, std::int64_t now) {
         // Bounded: a receive that fails and is posted again may fail again at once.
         FailedCompletion failure;
         for (std::size_t i = 0; i < kErrorsPerRound && rail.nic().read_error(failure); ++i) {
-            on_failure(rail, std::move(failure));
+            on_failure(rail, std::move(failure), now);
             worked = true;
         }
     }
     return worked;
 }
 
-void Group::on_failure(Rail& rail, FailedCompletion failure) {
+void Group::on_failure(Rail& rail, FailedCompletion failure, std::int64_t now) {
     rail.stats.errors.add(1);
     auto* op = reinterpret_cast<Op*>(failure.context);
     if (failure.inbound) return;  // a peer left, or erred, in the middle of writing to us; it will not be counted
@@ -202,6 +205,7 @@ void Group::on_failure(Rail& rail, FailedCompletion failure) {
     } else if (op->kind == Op::Kind::kRecv) {
         rail.repost(op);
     } else {
+        op->link->last_progress_ns = now;
         sender_.on_failed(rail, op, std::move(failure.error));
     }
 }
@@ -212,6 +216,7 @@ void Group::housekeeping(std::int64_t now) {
     for (auto& rail : rails_) {
         rail->post_receives();
         check_stall(*rail, now);
+        check_links(*rail, now);
     }
     sender_.sweep(now);
     heartbeat_.check(
@@ -236,6 +241,38 @@ void Group::check_stall(Rail& rail, std::int64_t now) {
                std::to_string(rail.outstanding_ops) + " operations of " + std::to_string(rail.outstanding_bytes) +
                " bytes in flight"},
           static_cast<std::uint64_t>(silent_ns), rail.outstanding_bytes);
+}
+
+// A rail may complete nothing to one peer while all others go on, and that peer's heartbeats come over another rail.
+void Group::check_links(Rail& rail, std::int64_t now) {
+    if (rail.outstanding_ops == 0 || now < rail.look_again_ns) return;
+    rail.look_again_ns = now + options_.stall_ns / 4;  // it looks at every operation
+    struct Held {
+        Epoch peer;
+        std::set<std::uint64_t> ids;
+    };
+    std::map<Peer::Link*, Held> held;
+    rail.for_each_in_flight([&](const Op& op) {
+        auto& link = *op.link;
+        // Again after as long, for transfers that have come since.
+        const auto since = std::max(link.last_progress_ns, link.reported_ns);
+        if (!op.transfer || now - since < options_.stall_ns) return;
+        auto& found = held[&link];
+        found.peer = op.transfer->peer->epoch;
+        found.ids.insert(op.transfer->id);
+    });
+    const auto& info = rail.info();
+    for (const auto& [link, found] : held) {
+        link->reported_ns = now;
+        Event event;
+        event.kind = Event::kHeldUp;
+        event.peer = found.peer;
+        event.transfers.assign(found.ids.begin(), found.ids.end());
+        event.error.text = info.provider + " NIC " + info.domain + " has completed nothing to the peer for " +
+                           std::to_string((now - link->last_progress_ns) / kMillisecond) + " ms with " +
+                           std::to_string(link->ops_in_flight) + " operations in flight";
+        events_->post(std::move(event));
+    }
 }
 
 void Group::fault(Event::Kind kind, OpError error, std::uint64_t silent_ns, std::uint64_t outstanding_bytes) {

@@ -94,9 +94,10 @@ class Group {
     bool round(std::int64_t now);
     bool take_submissions();
     bool poll_rail(Rail& rail, std::int64_t now);
-    void on_failure(Rail& rail, FailedCompletion failure);
+    void on_failure(Rail& rail, FailedCompletion failure, std::int64_t now);
     void housekeeping(std::int64_t now);
     void check_stall(Rail& rail, std::int64_t now);
+    void check_links(Rail& rail, std::int64_t now);
     void fault(Event::Kind kind, OpError error, std::uint64_t silent_ns = 0, std::uint64_t outstanding_bytes = 0);
     void drain();
 

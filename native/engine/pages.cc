@@ -141,15 +141,13 @@ bool PageCursor::next(PlannedWrite& out) {
         if (out.nbytes + piece.nbytes > limits_.max_bytes || out.units + fragment_units > limits_.max_units) break;
         const bool src_follows = src == run.src_offset + run.nbytes;
         const bool dst_follows = dst == run.dst_offset + run.nbytes;
-        const bool gathers = out.num_runs > 1;
-        const bool may_gather = out.nbytes + piece.nbytes <= limits_.max_gather_bytes;
-        if (src_follows && dst_follows && run.nbytes + piece.nbytes <= room && (!gathers || may_gather)) continue;
+        if (src_follows && dst_follows && run.nbytes + piece.nbytes <= room) continue;
         // Another run, if it is whole within its registrations and the operation may have that many places.
         const PlannedRun next{src, dst, 0};
         room = room_at(piece, next);
         src_runs += !src_follows || piece.src->segments.index_of(src) != piece.src->segments.index_of(src - 1);
         dst_runs += !dst_follows || piece.dst->segments.index_of(dst) != piece.dst->segments.index_of(dst - 1);
-        if (!may_gather || room < piece.nbytes || out.num_runs == kMaxParts || src_runs > limits_.max_src_runs ||
+        if (room < piece.nbytes || out.num_runs == kMaxParts || src_runs > limits_.max_src_runs ||
             dst_runs > limits_.max_dst_runs)
             break;
         out.runs[out.num_runs++] = next;

@@ -38,12 +38,11 @@ struct PagePiece {
 void check_bounds(const PagePiece& piece);
 
 struct WriteLimits {
-    std::uint64_t max_bytes;                             // of one write; at least one unit
-    std::uint64_t unit_bytes;                            // writes are split at multiples of it
-    std::uint64_t max_units;                             // that one write may stand for
-    std::size_t max_src_runs = 1;                        // places that one write may read from ...
-    std::size_t max_dst_runs = 1;                        // ... and write to
-    std::uint64_t max_gather_bytes = ~std::uint64_t{0};  // of a write with more than one run
+    std::uint64_t max_bytes;       // of one write; at least one unit
+    std::uint64_t unit_bytes;      // writes are split at multiples of it
+    std::uint64_t max_units;       // that one write may stand for
+    std::size_t max_src_runs = 1;  // places that one write may read from ...
+    std::size_t max_dst_runs = 1;  // ... and write to
 };
 
 // Bytes that lie together on both sides.

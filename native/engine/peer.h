@@ -27,6 +27,10 @@ struct Peer {
         std::uint32_t ops_in_flight = 0;  // writes and frames, of one rail's
         std::uint32_t frames_in_flight = 0;
         std::uint64_t bytes_in_flight = 0;
+        // Beyond so many in flight the provider may refuse one, as it did in the middle of a batch.
+        std::uint32_t most_ops = ~std::uint32_t{0};
+        std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
+        std::int64_t reported_ns = 0;       // when it was last said that nothing completes
     };
     // What one of our groups keeps of this peer: [remote group][pair], filled at the first use. The addresses stay in
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).

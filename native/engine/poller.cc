@@ -14,7 +14,8 @@ constexpr std::size_t kErrorsPerPoll = 64;
 }  // namespace
 
 PolledNic::PolledNic(std::unique_ptr<Nic> nic, const PollerOptions& options)
-    : nic_(std::move(nic)), ring_(options.ring), rest_(options.spin, {nic_.get()}) {
+    : nic_(std::move(nic)), info_(nic_->info()), ring_(options.ring), rest_(options.spin, {nic_.get()}) {
+    info_.fail_stop = false;
     thread_ = start_thread(options.name, options.cpus, [this] { run(); });
 }
 

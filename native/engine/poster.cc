@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -12,11 +13,9 @@ namespace {
 
 constexpr std::size_t kPostsPerTurn = 64;          // writes that a transfer may post before the next one's turn
 constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing and make others wait
-// Larger pages are better off alone: on tcp 64 KiB pages move a third slower four at a time, smaller ones twice as
-// fast.
-constexpr std::uint64_t kMaxGatherBytes = 64 << 10;
-constexpr std::uint64_t kMaxPeerBytes = 4 << 20;  // bulk in flight to one peer on one rail: above bandwidth x delay
-constexpr std::size_t kMaxLinks = 64;             // rail pairs to one peer that are considered for a write
+constexpr std::uint64_t kMaxPeerBytes = 4 << 20;   // bulk in flight to one peer on one rail: above bandwidth x delay
+constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
+constexpr std::uint32_t kMaxBatch = 16;  // writes with one immediate: it costs little more than one write then
 
 OpError detail_of(const Error& error) {
     auto detail = error.op();
@@ -45,7 +44,8 @@ Poster::Poster(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_
       max_write_bytes_(smallest_max_msg(rails)),
       max_src_runs_(fewest_places(rails, &NicInfo::iov_limit)),
       max_dst_runs_(fewest_places(rails, &NicInfo::rma_iov_limit)),
-      max_frame_bytes_(std::min<std::uint64_t>(max_write_bytes_, kFrameBytes)) {
+      max_frame_bytes_(std::min<std::uint64_t>(max_write_bytes_, kFrameBytes)),
+      batches_(std::any_of(rails.begin(), rails.end(), [](const auto& rail) { return rail->info().fail_stop; })) {
     // A rail whose speed is not known counts as one of the fastest.
     std::uint64_t fastest = 1;
     for (const auto& rail : rails) fastest = std::max(fastest, rail->info().link_bps);
@@ -61,7 +61,6 @@ void Poster::begin(Transfer& t) const {
     if (t.kind == Transfer::Kind::kWrite) {
         limits.max_src_runs = max_src_runs_;
         limits.max_dst_runs = max_dst_runs_;
-        limits.max_gather_bytes = kMaxGatherBytes;
     }
     t.cursor = PageCursor(t.pieces, limits);
 }
@@ -69,14 +68,18 @@ void Poster::begin(Transfer& t) const {
 namespace {
 
 // Whether the coming piece may be posted; otherwise the transfer knows what it waits for.
-bool layer_is_done(Transfer& transfer) {
+bool may_go_on(Transfer& transfer) {
     transfer.waits_for = 0;
     const auto* piece = transfer.cursor.next_piece();
-    if (!piece || piece->layer == 0) return true;
-    const auto wanted = Watch::pack(transfer.step, piece->layer);
-    if (transfer.watch->has_reached(wanted)) return true;
-    transfer.waits_for = wanted;
-    return false;
+    if (piece && piece->layer > 0) {
+        const auto wanted = Watch::pack(transfer.step, piece->layer);
+        if (!transfer.watch->has_reached(wanted)) {
+            transfer.waits_for = wanted;
+            return false;
+        }
+    }
+    // After the word was read: who cancels before the word goes on is sure that nothing goes by it.
+    return !transfer.cancelled.load();
 }
 
 }  // namespace
@@ -98,19 +101,25 @@ PostResult Poster::post_some(Transfer& transfer, std::int64_t now) {
 }
 
 PostResult Poster::post_pages(Transfer& transfer, std::int64_t now) {
+    // The provider refused a write in the middle of a batch. Between then and now the connection may be another one, on
+    // which the next write would arrive although one before it has not. So each is waited for.
+    if (transfer.batch.link && transfer.outstanding_plain > 0) return PostResult::kAgain;
+    const bool batches = batches_ && transfer.token.unit_bytes > 0;
     for (std::size_t n = 0; n < kPostsPerTurn; ++n) {
-        if (transfer.watch && !transfer.has_planned) {
-            if (!layer_is_done(transfer)) return PostResult::kAgain;
-            // After the word was read: who cancels before the word goes on is sure that nothing goes by it.
-            if (transfer.cancelled.load()) return PostResult::kAgain;
-        }
+        if (transfer.watch && !transfer.has_planned && !may_go_on(transfer)) return PostResult::kAgain;
         if (!transfer.has_planned && !transfer.cursor.next(transfer.planned)) {
             transfer.all_posted = true;
             return PostResult::kOk;
         }
         transfer.has_planned = true;
+        if (batches && !transfer.has_following && n + 1 < kPostsPerTurn) {
+            const bool may = !transfer.watch || may_go_on(transfer);
+            transfer.has_following = may && transfer.cursor.next(transfer.following);
+            transfer.waits_for = 0;  // the planned one does not
+        }
         if (const auto result = post_planned(transfer, now); result != PostResult::kOk) return result;
-        transfer.has_planned = false;
+        transfer.has_planned = std::exchange(transfer.has_following, false);
+        if (transfer.has_planned) transfer.planned = transfer.following;
     }
     return PostResult::kOk;
 }
@@ -139,6 +148,7 @@ PostResult Poster::post_planned(Transfer& transfer, std::int64_t now) {
     if (transfer.planned.after_plain && transfer.token.unit_bytes > 0 && transfer.outstanding_plain > 0)
         return PostResult::kAgain;
     try {
+        if (transfer.batch.link) return post_write_on(transfer, *transfer.batch.link, now);
         auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
         if (links.size() == 1) return post_write_on(transfer, links[0], now);
         // The pair that would be through with it first takes it, by what is in flight and how fast its NIC is; if that
@@ -179,18 +189,44 @@ WritePart nothing_for(const RemoteRegion& region, const Rail& rail, const Peer::
     return {rail.no_data(), rail.frames_desc(), 0, dst.base, dst.rkey};
 }
 
+bool has_room(const Rail& rail, const Peer::Link& link, std::uint32_t writes) {
+    return rail.has_room(link, writes) && link.ops_in_flight + writes <= link.most_ops;
+}
+
 }  // namespace
+
+bool Poster::may_defer(const Transfer& transfer, const Peer::Link& link) const {
+    const auto& rail = *rails_[link.local_rail];
+    const auto &one = transfer.planned, &next = transfer.following;
+    const auto& batch = transfer.batch;
+    if (one.units == 0 || next.units == 0 || next.after_plain) return false;
+    // A layer's last write speaks for itself and all before it.
+    if (one.piece->layer != next.piece->layer || one.piece->dst->group != next.piece->dst->group) return false;
+    if (batch.num_writes + 1 >= kMaxBatch || batch.nbytes + one.nbytes + next.nbytes > kMaxWriteBytes ||
+        batch.units + one.units + next.units > kMaxWeight)
+        return false;
+    // A post behind messages that rxm holds back for lack of credits may poll, and so change the connection.
+    if (link.frames_in_flight > 0) return false;
+    return has_room(rail, link, 2) &&
+           (transfer.urgent || link.bytes_in_flight + one.nbytes + next.nbytes <= kMaxPeerBytes);
+}
 
 PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now) {
     auto& rail = *rails_[link.local_rail];
     const auto& planned = transfer.planned;
+    auto& batch = transfer.batch;
     if (!transfer.urgent && link.bytes_in_flight > 0 && link.bytes_in_flight + planned.nbytes > kMaxPeerBytes)
         return PostResult::kAgain;
+    const bool counted = transfer.token.unit_bytes > 0;
+    const bool batches = transfer.has_following && rail.info().fail_stop;
+    // A full queue has room for one write after the other. While enough are under way, a batch waits for all it needs.
+    if (batches && !batch.link && link.ops_in_flight >= kMaxBatch && !has_room(rail, link, kMaxBatch))
+        return PostResult::kAgain;
+    const bool defers = batches && may_defer(transfer, link);
     auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, planned.nbytes, now);
     if (!op) return PostResult::kAgain;
     std::array<WritePart, kMaxParts> parts;
     for (std::size_t i = 0; i < planned.num_runs; ++i) parts[i] = part_of(*planned.piece, planned.runs[i], link);
-    const bool counted = transfer.token.unit_bytes > 0;
     op->pages = {static_cast<std::uint32_t>(planned.piece - transfer.pieces.data()), planned.first_page,
                  planned.num_pages};
     if (transfer.kind == Transfer::Kind::kRead) {
@@ -206,15 +242,22 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     WriteOp write{};
     write.parts = {parts.data(), planned.num_runs};
     write.peer = link.address;
-    write.has_imm = counted && planned.units > 0;
-    write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(planned.units)});
+    const auto units = batch.units + planned.units;
+    write.has_imm = counted && planned.units > 0 && !defers;
+    write.imm = pack({transfer.token.slot, transfer.token.generation, static_cast<std::uint32_t>(units)});
     write.context = &op->context;
-    op->plain = counted && planned.units == 0;
-    write.delivered = op->plain;
-    if (rail.stats.ops.get() % kPostSample != 0) return posted(rail.nic().post_write(write), op, rail, transfer);
-    const auto begin = now_ns();
+    op->plain = counted && !write.has_imm;
+    write.delivered = counted && planned.units == 0;
+    const bool sampled = rail.stats.ops.get() % kPostSample == 0;
+    const auto begin = sampled ? now_ns() : 0;
     const auto result = rail.nic().post_write(write);
-    if (result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
+    if (sampled && result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
+    if (defers && result == PostResult::kOk)
+        batch = {&link, batch.num_writes + 1, units, batch.nbytes + planned.nbytes};
+    else if (batch.link && result == PostResult::kOk)
+        batch = {};
+    else if (batch.link && result == PostResult::kAgain)
+        link.most_ops = std::max(kMaxBatch, link.ops_in_flight - 1);
     return posted(result, op, rail, transfer);
 }
 
@@ -236,6 +279,17 @@ PostResult Poster::posted(PostResult result, Op* op, Rail& rail, Transfer& trans
     return result;
 }
 
+PostResult Poster::post_nothing(Transfer& transfer, Peer::Link& link, WriteOp write, std::int64_t now) {
+    auto& rail = *rails_[link.local_rail];
+    auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
+    if (!op) return PostResult::kAgain;
+    const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
+    write.parts = {&nothing, 1};
+    write.peer = link.address;
+    write.context = &op->context;
+    return posted(rail.nic().post_write(write), op, rail, transfer);
+}
+
 // An empty write that completes on delivery: on a rail that keeps writes in order it pushes all earlier ones ahead of
 // itself. On the others nothing can be said after the fact.
 PostResult Poster::post_on_all_rails(Transfer& transfer, std::int64_t now) {
@@ -249,17 +303,10 @@ PostResult Poster::post_on_all_rails(Transfer& transfer, std::int64_t now) {
                                "the rail does not keep writes in order, so a flush proves nothing"});
                 return PostResult::kFailed;
             }
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
             WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
-            write.context = &op->context;
             // Not to connect: it needs no proof, and a write of nothing that asks for one stops shm 1.17.
             write.delivered = transfer.kind == Transfer::Kind::kFlush;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
+            if (const auto result = post_nothing(transfer, link, write, now); result != PostResult::kOk) return result;
         }
     } catch (const Error& error) {
         transfer.fail(detail_of(error));
@@ -273,21 +320,13 @@ PostResult Poster::post_signal(Transfer& transfer, std::int64_t now) {
     const bool counted = transfer.token.unit_bytes > 0;
     try {
         auto& link = links_to(*transfer.peer, transfer.signal_dst->group).front();
-        auto& rail = *rails_[link.local_rail];
         do {
             const auto weight = static_cast<std::uint32_t>(std::min<std::uint64_t>(transfer.signal_units, kMaxWeight));
-            auto* op = rail.take_op(Op::Kind::kWrite, link, &transfer, 0, now);
-            if (!op) return PostResult::kAgain;
-            const auto nothing = nothing_for(*transfer.signal_dst, rail, link);
             WriteOp write{};
-            write.parts = {&nothing, 1};
-            write.peer = link.address;
             write.has_imm = true;
             write.imm = counted ? pack({transfer.token.slot, transfer.token.generation, weight})
                                 : pack_user(transfer.user_value);
-            write.context = &op->context;
-            if (const auto result = posted(rail.nic().post_write(write), op, rail, transfer); result != PostResult::kOk)
-                return result;
+            if (const auto result = post_nothing(transfer, link, write, now); result != PostResult::kOk) return result;
             transfer.signal_units -= counted ? weight : transfer.signal_units;
         } while (transfer.signal_units > 0);
     } catch (const Error& error) {

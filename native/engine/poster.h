@@ -30,7 +30,11 @@ class Poster {
     PostResult post_pages(Transfer& transfer, std::int64_t now);
     PostResult post_planned(Transfer& transfer, std::int64_t now);
     PostResult post_write_on(Transfer& transfer, Peer::Link& link, std::int64_t now);
+    // Whether the planned write may leave its immediate to the following one, which will then be posted at once.
+    bool may_defer(const Transfer& transfer, const Peer::Link& link) const;
     PostResult post_on_all_rails(Transfer& transfer, std::int64_t now);
+    // A write without data, of which `write` says what it carries.
+    PostResult post_nothing(Transfer& transfer, Peer::Link& link, WriteOp write, std::int64_t now);
     PostResult post_signal(Transfer& transfer, std::int64_t now);
     PostResult post_message(Transfer& transfer, std::int64_t now);
     PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
@@ -46,6 +50,7 @@ class Poster {
     const std::size_t max_src_runs_;  // places of one write on our side ...
     const std::size_t max_dst_runs_;  // ... and the peer's
     const std::size_t max_frame_bytes_;
+    const bool batches_;  // any rail may
 };
 
 }  // namespace fkv

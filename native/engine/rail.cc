@@ -40,9 +40,13 @@ Rail::~Rail() {
     frames_mr_.reset();
 }
 
+bool Rail::has_room(const Peer::Link& link, std::size_t n) const {
+    return num_free_ops() >= n && has_share(link.ops_in_flight + n - 1, num_free_ops() - (n - 1), ops_.size());
+}
+
 Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns) {
     const bool wants_frame = kind != Op::Kind::kWrite;
-    if (!has_share(link.ops_in_flight, num_free_ops(), ops_.size())) return nullptr;
+    if (!has_room(link, 1)) return nullptr;
     if (wants_frame && !has_share(link.frames_in_flight, free_frames_.size(), num_frames_)) return nullptr;
     Op* op = free_ops_;
     free_ops_ = op->next_free;
@@ -51,7 +55,7 @@ Op* Rail::take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint
         free_frames_.pop_back();
         ++link.frames_in_flight;
     }
-    ++link.ops_in_flight;
+    if (link.ops_in_flight++ == 0) link.last_progress_ns = now_ns;
     link.bytes_in_flight += nbytes;
     op->kind = kind;
     op->link = &link;

@@ -18,7 +18,7 @@ struct Op {
     enum class Kind : std::uint8_t { kFree, kWrite, kMessage, kPing, kRecv };
     OpContext context;
     Kind kind = Kind::kFree;
-    bool plain = false;  // see PlannedWrite::units
+    bool plain = false;  // without an immediate; a later one answers for it
     Transfer* transfer = nullptr;
     Peer::Link* link = nullptr;  // where it goes; a transfer keeps its peer alive
     std::shared_ptr<Peer> keep;  // kPing: nobody else does
@@ -44,6 +44,8 @@ class Rail {
     // peer alone gets half.
     Op* take_op(Op::Kind kind, Peer::Link& link, Transfer* transfer, std::uint64_t nbytes, std::int64_t now_ns);
     void free_op(Op* op);
+    // Whether the link may have `n` writes more.
+    bool has_room(const Peer::Link& link, std::size_t n) const;
     PostResult post_frame(Op* op);
 
     // Posts the receives that the engine starts with, and posts one again after its frame was handled.
@@ -73,6 +75,7 @@ class Rail {
     std::uint32_t outstanding_ops = 0;
     std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
     bool stalled = false;               // reported, until the next completion
+    std::int64_t look_again_ns = 0;     // for links that complete nothing
     RailStats stats;
 
   private:

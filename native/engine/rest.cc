@@ -18,11 +18,21 @@ constexpr std::int64_t kRetryNs = 100 * kMicrosecond;  // posts that were refuse
 // little in proportion, and an idle engine looks five hundred times a second.
 constexpr std::int64_t kShortNapNs = 50 * kMicrosecond;
 constexpr std::int64_t kIdleNapNs = 2 * kMillisecond;
+constexpr std::int64_t kRungNapNs = 10 * kMillisecond;  // the same where who brings something will most likely ring
 constexpr std::int64_t kLongNapNs = kMillisecond;
 constexpr std::int64_t kNapShare = 10;
-constexpr int kMaxIdleWakes = 16;
+template <typename Is>
+bool all(const std::vector<Nic*>& nics, Is&& is) {
+    return std::all_of(nics.begin(), nics.end(), is);
+}
 
 }  // namespace
+
+Rest::Rest(bool spin, std::vector<Nic*> nics)
+    : spin_(spin),
+      nics_(std::move(nics)),
+      are_rung_(all(nics_, [](const Nic* nic) { return nic->wait_fd() >= 0; })),
+      are_sure_(are_rung_ && all(nics_, [](const Nic* nic) { return !nic->wait_is_hint(); })) {}
 
 std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     if (situation.worked) {
@@ -35,13 +45,11 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     if (idle_ns < kSpinNs) return -1;
     if (idle_ns < (situation.outstanding ? kYieldOutstandingNs : kYieldNs)) return 0;
     std::int64_t timeout_ns;
-    nap_ns_ = std::clamp(idle_ns / kNapShare, kShortNapNs, kIdleNapNs);
-    const bool descriptors =
-        std::all_of(nics_.begin(), nics_.end(), [](const Nic* nic) { return nic->wait_fd() >= 0; });
+    nap_ns_ = std::clamp(idle_ns / kNapShare, kShortNapNs, are_rung_ && !is_deaf() ? kRungNapNs : kIdleNapNs);
     if (situation.queued)
         // At first soon: a queue that is full empties quickly, unless its peer is gone.
         timeout_ns = idle_ns < 10 * kMillisecond ? kRetryNs : kLongNapNs;
-    else if (descriptors)
+    else if (are_sure_)
         timeout_ns = situation.outstanding ? 5 * kMillisecond : 100 * kMillisecond;
     else if (situation.outstanding)
         timeout_ns = kShortNapNs;
@@ -59,7 +67,7 @@ bool Rest::collect(bool deaf) {
     fds_.push_back({bell_.fd(), POLLIN, 0});
     // A descriptor that stays readable although there is nothing to read (libfabric 1.17's "net" does that) would turn
     // sleeping into spinning: after a few such wake-ups the clock alone decides.
-    if (deaf || idle_wakes_ > kMaxIdleWakes) return true;
+    if (deaf || is_deaf()) return true;
     for (auto* nic : nics_) {
         if (nic->wait_fd() < 0) continue;
         if (!nic->may_sleep()) {
@@ -72,7 +80,7 @@ bool Rest::collect(bool deaf) {
 }
 
 void Rest::sleep(std::int64_t timeout_ns) {
-    if (idle_wakes_ > kMaxIdleWakes) timeout_ns = std::min(timeout_ns, nap_ns_);
+    if (is_deaf()) timeout_ns = std::min(timeout_ns, nap_ns_);
     const timespec timeout{timeout_ns / kSecond, timeout_ns % kSecond};
     ::ppoll(fds_.data(), fds_.size(), &timeout, nullptr);
     sleeps_.add(1);

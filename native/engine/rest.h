@@ -17,7 +17,7 @@ namespace fkv {
 class Rest {
   public:
     // The NICs are those that the thread polls.
-    Rest(bool spin, std::vector<Nic*> nics) : spin_(spin), nics_(std::move(nics)) {}
+    Rest(bool spin, std::vector<Nic*> nics);
 
     // What the thread knows after a round.
     struct Situation {
@@ -42,8 +42,9 @@ class Rest {
         sleeping_.store(false);
     }
 
+    // Whoever comes first rings; until the thread has got a core, the others need not.
     void wake() {
-        if (sleeping_.load()) bell_.ring();
+        if (sleeping_.load() && sleeping_.exchange(false)) bell_.ring();
     }
     void ring() { bell_.ring(); }
     std::uint64_t sleeps() const { return sleeps_.get(); }
@@ -53,9 +54,14 @@ class Rest {
     void yield();
     bool collect(bool deaf);  // the descriptors to sleep on; false when a NIC must not be slept on right now
     void sleep(std::int64_t timeout_ns);
+    bool is_deaf() const { return idle_wakes_ > kMaxIdleWakes; }  // to the NICs' descriptors
+
+    static constexpr int kMaxIdleWakes = 16;
 
     const bool spin_;
     const std::vector<Nic*> nics_;
+    const bool are_rung_;  // every NIC has a descriptor ...
+    const bool are_sure_;  // ... without which nothing comes
     std::int64_t last_work_ns_ = 0;
     std::int64_t nap_ns_ = 0;  // how long to sleep by the clock alone
     int idle_wakes_ = 0;       // by a NIC's descriptor, without finding work, since the last work

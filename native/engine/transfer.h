@@ -23,6 +23,15 @@ struct PageRange {
     std::uint64_t count = 0;
 };
 
+// Writes that were posted without an immediate, one after the other on the same link. The next one there answers for
+// them, with the sum of their units.
+struct Batch {
+    Peer::Link* link = nullptr;  // null: there are none
+    std::uint32_t num_writes = 0;
+    std::uint64_t units = 0;
+    std::uint64_t nbytes = 0;
+};
+
 struct Transfer {
     enum class Kind : std::uint8_t {
         kWrite,
@@ -53,9 +62,12 @@ struct Transfer {
     // Progress thread only, from here on.
     PageCursor cursor;
     PlannedWrite planned{};
+    PlannedWrite following{};  // the one after it, where that one may answer for it
+    Batch batch;
     std::size_t message_offset = 0;  // of the next frame
     std::size_t next_link = 0;       // kFlush, kConnect: to post on
     bool has_planned = false;        // `planned` was taken from the cursor and could not be posted yet
+    bool has_following = false;
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be
     bool failed = false;

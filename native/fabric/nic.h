@@ -39,6 +39,8 @@ struct NicInfo {
     bool local_mr;              // send and receive buffers must be registered
     bool endpoint_mr;           // registrations are bound to the endpoint
     bool ordered_writes;        // write-after-write order is granted on both sides
+    bool fail_stop = false;     // ... and a write that fails is never reported as done, and keeps those from arriving
+                                // that were posted right behind it, without a poll in between
     bool imm_uses_recv;         // every immediate uses up a posted receive
     std::uint64_t max_mr_bytes = ~std::uint64_t{0};  // largest registration
     bool wait_fd;                                    // the completion queue has a file descriptor to sleep on
@@ -190,6 +192,8 @@ class Nic {
     // The descriptor to sleep on, -1 if there is none, and whether that is safe right now (fi_trywait(3)).
     virtual int wait_fd() const = 0;
     virtual bool may_sleep() = 0;
+    // Whether something may come without it: then who sleeps must look by the clock as well. info().wait_fd is false.
+    virtual bool wait_is_hint() const { return false; }
 };
 
 }  // namespace fkv

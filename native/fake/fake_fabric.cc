@@ -35,6 +35,7 @@ std::unique_ptr<Nic> FakeFabric::open_nic(const FakeProfile& profile) {
                 .local_mr = profile.local_mr,
                 .endpoint_mr = profile.endpoint_mr,
                 .ordered_writes = profile.ordered,
+                .fail_stop = profile.is_fail_stop(),
                 .imm_uses_recv = profile.imm_uses_recv,
                 .wait_fd = profile.wait_fd,
                 .nic_checks_keys = profile.checks_keys && profile.mr_close == MrClose::kFlush,

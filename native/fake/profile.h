@@ -65,6 +65,9 @@ struct FakeProfile {
     // The least that a provider may grant: unordered, provider keys, virtual addresses, local descriptors (EFA).
     static FakeProfile strict() { return {}; }
 
+    // A pair that stays broken is fail-stop whatever it reports; else no write may be said to be done before it is.
+    bool is_fail_stop() const { return ordered && (!reconnects || (early_percent == 0 && !silent_refusals)); }
+
     // In order, fail-stop, moved by software on both sides, reported to the sender early.
     static FakeProfile fail_stop() {
         FakeProfile profile;
@@ -74,6 +77,17 @@ struct FakeProfile {
         profile.virtual_addresses = false;
         profile.offloaded = false;
         profile.mr_close = MrClose::kOutlived;
+        return profile;
+    }
+
+    // Connections of a real NIC beneath datagrams (verbs;ofi_rxm): a write that fails is told, it takes along what was
+    // posted behind it, and later posts may go over a new connection.
+    static FakeProfile connected() {
+        FakeProfile profile;
+        profile.ordered = true;
+        profile.reconnects = true;
+        profile.early_percent = 0;
+        profile.imm_uses_recv = true;
         return profile;
     }
 

@@ -51,17 +51,31 @@ std::string why_no_immediates(const fi_info& info, const fi_info* connections) {
            " that it would use have none (iWARP is so), and a write would never end";
 }
 
+bool is_fail_stop(const fi_info& info, const fi_info* connections) {
+    if (!is_layered(info)) return false;
+    for (const auto* connection = connections; connection; connection = connection->next)
+        if (domain_of(*connection) == domain_of(info) && connection->ep_attr->protocol == FI_PROTO_RDMA_CM_IB_RC)
+            return true;
+    return false;
+}
+
 Layers::~Layers() {
     for (const auto& [provider, list] : connections_)
         if (list) Library::get().freeinfo(list);
 }
 
-std::string Layers::why_no_immediates(const fi_info& info) {
-    if (!is_layered(info)) return {};
+const fi_info* Layers::connections_beneath(const fi_info& info) {
+    if (!is_layered(info)) return nullptr;
     const auto provider = beneath(info);
     auto found = connections_.find(provider);
     if (found == connections_.end()) found = connections_.emplace(provider, connections_of(provider)).first;
-    return ofi::why_no_immediates(info, found->second);
+    return found->second;
 }
+
+std::string Layers::why_no_immediates(const fi_info& info) {
+    return ofi::why_no_immediates(info, connections_beneath(info));
+}
+
+bool Layers::is_fail_stop(const fi_info& info) { return ofi::is_fail_stop(info, connections_beneath(info)); }
 
 }  // namespace fkv::ofi

@@ -12,9 +12,7 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -25,9 +23,12 @@
 #include <string_view>
 #include <thread>
 
+#include "ofi/doorbell.h"
+#include "ofi/fid.h"
 #include "ofi/hang_up.h"
-#include "ofi/limits.h"
+#include "ofi/layers.h"
 #include "ofi/neighbours.h"
+#include "ofi/registrations.h"
 
 namespace fkv::ofi {
 namespace {
@@ -35,74 +36,24 @@ namespace {
 // More operations than this in flight per NIC gain nothing and cost memory for their contexts.
 constexpr std::size_t kMaxDepth = 2048;
 
-// What is registered may be read and written from either side.
-constexpr std::uint64_t kAccess = FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-
 // Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
 constexpr std::size_t kMaxName = 256;
 
-// Of newer headers than 1.17's: a flag of fi_mr_regattr(3), and what fi_mr_attr then points to in place of mr_iov.
-constexpr std::uint64_t kMrDmabuf = std::uint64_t{1} << 40;
-struct Dmabuf {
-    int fd;
-    std::uint64_t offset;
-    std::size_t len;
-    void* base_addr;
-};
-// fi_mr_attr has grown at its end, and providers may read all that their version has.
-struct MrAttr {
-    fi_mr_attr attr{};
-    std::uint64_t later[16] = {};
-};
-
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
-
-template <typename F>
-bool close_fid(F* object, const char* what) {
-    const int rc = fi_close(&object->fid);
-    // A close that fails leaks the object; its name is all that helps to find out why.
-    if (rc)
-        std::fprintf(stderr, "fabric_kv: closing the %s failed: %s (%d)\n", what, Library::get().strerror(-rc), -rc);
-    return rc == 0;
-}
-
-struct Closer {
-    const char* what;
-    template <typename F>
-    void operator()(F* object) const {
-        close_fid(object, what);
-    }
-};
-template <typename F>
-using Fid = std::unique_ptr<F, Closer>;
-
-class OfiMemory final : public MemoryHandle {
-  public:
-    OfiMemory(Fid<fid_mr> mr, std::uint64_t base, std::shared_ptr<std::atomic<std::size_t>> count)
-        : mr_(std::move(mr)), base_(base), count_(std::move(count)) {
-        count_->fetch_add(1);
-    }
-    ~OfiMemory() override { count_->fetch_sub(1); }
-    bool close() override { return !mr_ || close_fid(mr_.release(), mr_.get_deleter().what); }
-    std::uint64_t remote_base() const override { return base_; }
-    std::uint64_t rkey() const override { return fi_mr_key(mr_.get()); }
-    void* local_desc() const override { return fi_mr_desc(mr_.get()); }
-
-  private:
-    Fid<fid_mr> mr_;
-    std::uint64_t base_;
-    std::shared_ptr<std::atomic<std::size_t>> count_;
-};
 
 class OfiNic final : public Nic {
   public:
-    explicit OfiNic(InfoPtr info);
+    OfiNic(InfoPtr info, bool sleeps);
 
     void close_endpoint() override;
     const NicInfo& info() const override { return facts_; }
     std::vector<std::byte> address() const override { return address_; }
-    std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override;
-    std::unique_ptr<MemoryHandle> register_device(const DeviceMemory& memory) override;
+    std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override {
+        return registrations_->add(base, nbytes);
+    }
+    std::unique_ptr<MemoryHandle> register_device(const DeviceMemory& memory) override {
+        return facts_.device_memory ? registrations_->add_device(memory) : Nic::register_device(memory);
+    }
     PeerAddress insert_peer(std::span<const std::byte> address) override;
     void remove_peer(PeerAddress peer) override;
     PostResult post_write(const WriteOp& op) override;
@@ -112,16 +63,14 @@ class OfiNic final : public Nic {
     OpError last_post_error() const override { return post_error_; }
     int poll(std::span<Completion> out) override;
     bool read_error(FailedCompletion& out) override;
-    int wait_fd() const override { return wait_fd_; }
+    int wait_fd() const override { return wait_is_hint() ? bell_->fd() : wait_fd_; }
     bool may_sleep() override;
+    bool wait_is_hint() const override { return bell_ && bell_->fd() >= 0; }
 
   private:
     template <typename F, typename Open>
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
-    template <typename Call>
-    std::unique_ptr<MemoryHandle> registered(const char* op, const std::string& what, void* base, std::uint64_t nbytes,
-                                             Call&& call);
     void check_peer_address(std::span<const std::byte> address) const;
     template <typename Call>
     PostResult post(const char* op, PeerAddress peer, Call&& call);
@@ -142,8 +91,9 @@ class OfiNic final : public Nic {
     std::optional<Neighbour> self_;                        // where addresses are names, as shm's
     std::map<PeerAddress, Neighbour::Closed> neighbours_;  // peers in this process
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
+    std::optional<Doorbell> bell_;      // where peers are of this host and the provider has no descriptor
     int wait_fd_ = -1;
-    std::shared_ptr<std::atomic<std::size_t>> num_mrs_ = std::make_shared<std::atomic<std::size_t>>(0);  // open ones
+    std::optional<Registrations> registrations_;
 };
 
 NicInfo facts_of(const fi_info& info) {
@@ -168,6 +118,7 @@ NicInfo facts_of(const fi_info& info) {
     const std::uint64_t waw = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
     facts.ordered_writes = (info.tx_attr->msg_order & waw) && (info.rx_attr->msg_order & waw) &&
                            info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+    facts.fail_stop = facts.ordered_writes && Layers().is_fail_stop(info);
     facts.imm_uses_recv = (info.mode | info.rx_attr->mode | info.domain_attr->mode) & FI_RX_CQ_DATA;
     // The NIC has a table of keys where it picks them and wants memory that is there: fi_mr(3). EFA may do without, and
     // carries out writes in software then. A cache keeps closed registrations, see library.cc.
@@ -193,7 +144,7 @@ Fid<F> OfiNic::open(const char* what, Open&& call, const std::string& hint) {
     return Fid<F>(object, Closer{what});
 }
 
-OfiNic::OfiNic(InfoPtr info)
+OfiNic::OfiNic(InfoPtr info, bool sleeps)
     : info_(std::move(info)),
       facts_(facts_of(*info_)),
       fabric_(nullptr, Closer{"fabric"}),
@@ -201,6 +152,8 @@ OfiNic::OfiNic(InfoPtr info)
       cq_(nullptr, Closer{"completion queue"}),
       av_(nullptr, Closer{"address table"}),
       endpoint_(nullptr, Closer{"endpoint"}) {
+    // Else a thread of rxm's puts a new connection in a broken one's place at any time, also between two posts.
+    if (facts_.fail_stop) info_->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     info_->tx_attr->size = facts_.tx_depth;
     info_->rx_attr->size = facts_.rx_depth;
     fabric_ = open<fid_fabric>(
@@ -221,6 +174,7 @@ OfiNic::OfiNic(InfoPtr info)
     check("fi_ep_bind(cq)", fi_ep_bind(endpoint_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
     check("fi_ep_bind(av)", fi_ep_bind(endpoint_.get(), &av_->fid, 0));
     check("fi_enable", fi_enable(endpoint_.get()));
+    registrations_.emplace(facts_, *info_->domain_attr, domain_.get(), endpoint_.get());
     std::size_t size = 0;
     int rc = fi_getname(&endpoint_->fid, nullptr, &size);
     if (rc && rc != -FI_ETOOSMALL) check("fi_getname", rc);
@@ -228,6 +182,7 @@ OfiNic::OfiNic(InfoPtr info)
     check("fi_getname", fi_getname(&endpoint_->fid, address_.data(), &size));
     address_.resize(size);
     if (info_->addr_format == FI_ADDR_STR) self_.emplace(name_of(address_));
+    if (facts_.shared_memory && !facts_.wait_fd) bell_.emplace(name_of(address_), sleeps);
 }
 
 void OfiNic::open_cq() {
@@ -246,80 +201,6 @@ void OfiNic::open_cq() {
     if (rc) throw call_failed("fi_cq_open", rc, facts_.provider, facts_.domain);
     cq_ = Fid<fid_cq>(cq, Closer{"completion queue"});
     if (facts_.wait_fd && fi_control(&cq_->fid, FI_GETWAIT, &wait_fd_) != 0) facts_.wait_fd = false;
-}
-
-// Registers by call(key, &mr).
-template <typename Call>
-std::unique_ptr<MemoryHandle> OfiNic::registered(const char* op, const std::string& what, void* base,
-                                                 std::uint64_t nbytes, Call&& call) {
-    thread_local std::mt19937_64 random{std::random_device{}()};
-    // Keys that a peer cannot guess, as wide as the provider takes; where the provider picks keys this one is ignored.
-    const std::size_t key_bytes = std::min<std::size_t>(info_->domain_attr->mr_key_size, 8);
-    const std::uint64_t mask = key_bytes >= 8 ? ~std::uint64_t{0} >> 1 : (std::uint64_t{1} << (8 * key_bytes)) - 1;
-    fid_mr* mr = nullptr;
-    int rc = 0;
-    for (int attempt = 0; attempt < 8; ++attempt) {
-        rc = call(facts_.provider_keys ? 0 : random() & mask, &mr);
-        if (rc != -FI_ENOKEY) break;  // taken: draw another
-    }
-    if (rc) {
-        auto failure = call_failed(op, rc, facts_.provider, facts_.domain);
-        throw Error(ErrorKind::kRegistration,
-                    std::string(failure.what()) + " for " + what + ": " +
-                        explain_refusal({-rc, nbytes, num_mrs_->load(), info_->domain_attr->mr_cnt, memory_limits()}),
-                    failure.op());
-    }
-    Fid<fid_mr> owned(mr, Closer{"memory registration"});
-    if (facts_.endpoint_mr) {
-        rc = fi_mr_bind(owned.get(), &endpoint_->fid, 0);
-        if (!rc) rc = fi_mr_enable(owned.get());
-        if (rc) {
-            auto failure = call_failed("fi_mr_enable", rc, facts_.provider, facts_.domain);
-            throw Error(ErrorKind::kRegistration, failure.what(), failure.op());
-        }
-    }
-    return std::make_unique<OfiMemory>(std::move(owned),
-                                       facts_.virtual_addresses ? reinterpret_cast<std::uint64_t>(base) : 0, num_mrs_);
-}
-
-std::unique_ptr<MemoryHandle> OfiNic::register_memory(void* base, std::uint64_t nbytes) {
-    return registered("fi_mr_reg", std::to_string(nbytes) + " bytes", base, nbytes, [&](auto key, fid_mr** out) {
-        return fi_mr_reg(domain_.get(), base, nbytes, kAccess, 0, key, 0, out, nullptr);
-    });
-}
-
-std::unique_ptr<MemoryHandle> OfiNic::register_device(const DeviceMemory& memory) {
-    if (!facts_.device_memory) return Nic::register_device(memory);
-    // fi_mr(3): what is registered begins `offset` bytes behind base_addr, where the dma-buf itself is mapped.
-    auto* const mapped = static_cast<std::byte*>(memory.base) - memory.dmabuf_offset;
-    const Dmabuf dmabuf{memory.dmabuf_fd, memory.dmabuf_offset, memory.nbytes, mapped};
-    const iovec range{memory.base, memory.nbytes};
-    const auto what = std::to_string(memory.nbytes) + " bytes on cuda:" + std::to_string(memory.device);
-    const auto try_by = [&](const char* op, const void* place, std::uint64_t flags) {
-        MrAttr wide;
-        auto& attr = wide.attr;
-        attr.mr_iov = static_cast<const iovec*>(place);
-        attr.iov_count = 1;
-        attr.access = kAccess;
-        attr.iface = FI_HMEM_CUDA;
-        attr.device.cuda = memory.device;
-        return registered(op, what, memory.base, memory.nbytes, [&](auto key, fid_mr** out) {
-            attr.requested_key = key;
-            return fi_mr_regattr(domain_.get(), &attr, flags, out);
-        });
-    };
-    if (!facts_.dmabuf || memory.dmabuf_fd < 0) return try_by("fi_mr_regattr(FI_HMEM_CUDA)", &range, 0);
-    try {
-        return try_by("fi_mr_regattr(FI_MR_DMABUF)", &dmabuf, kMrDmabuf);
-    } catch (const Error& by_dmabuf) {
-        // The version of libfabric has them, its provider or the kernel's driver may not; what they say then differs.
-        try {
-            return try_by("fi_mr_regattr(FI_HMEM_CUDA)", &range, 0);
-        } catch (const Error& by_address) {
-            throw Error(ErrorKind::kRegistration, std::string(by_address.what()) + "; before that: " + by_dmabuf.what(),
-                        by_address.op());
-        }
-    }
 }
 
 // What libfabric's address tables take badly. Each of these would harm other peers, so none may reach fi_av_insert.
@@ -375,6 +256,7 @@ PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
     }
     if (self_)
         if (auto neighbour = Neighbour::find(name_of(address))) neighbours_[peer] = std::move(neighbour);
+    if (bell_) bell_->add(peer, name_of(address));
     return peer;
 }
 
@@ -382,6 +264,7 @@ void OfiNic::remove_peer(PeerAddress peer) {
     const auto lock = at_work();
     neighbours_.erase(peer);
     connecting_.erase(peer);
+    if (bell_) bell_->remove(peer);
     fi_addr_t address = peer;
     fi_av_remove(av_.get(), &address, 1, 0);
 }
@@ -404,6 +287,7 @@ PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
     const ssize_t rc = gone ? -FI_ENOTCONN : call();
     if (rc == 0) {
         if (!connecting_.empty()) connecting_.erase(peer);
+        if (bell_ && peer != FI_ADDR_UNSPEC) bell_->posted(peer);
         return PostResult::kOk;
     }
     if (rc == -FI_EAGAIN) {
@@ -514,6 +398,15 @@ void OfiNic::close_endpoint() {
         }
     };
     read();
+    // On verbs it crashes when an immediate comes in while a connection closes. Without its key no peer writes any
+    // more: the first that tries breaks its connection, and with that what it has posted behind.
+    if (facts_.fail_stop && facts_.nic_checks_keys) {
+        registrations_->close_all();
+        for (int tries = 0; tries < 20; ++tries) {
+            read();
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
     // It also crashes when a peer's write has arrived in part, since closing cancels that, but not when the connection
     // ends by itself: end it ourselves, and let it notice. What is in the kernel's buffers is still taken in.
     for (int tries = 0; tries < 200 && hang_up(facts_.wait_fd ? wait_fd_ : -1) > 0; ++tries) {
@@ -576,12 +469,14 @@ bool OfiNic::read_error(FailedCompletion& out) {
 }
 
 bool OfiNic::may_sleep() {
+    // What rang may not have been seen yet.
+    if (wait_is_hint()) return !bell_->clear();
     fid* object = &cq_->fid;
     return fi_trywait(fabric_.get(), &object, 1) == 0;
 }
 
 }  // namespace
 
-std::unique_ptr<Nic> open_nic(InfoPtr info) { return std::make_unique<OfiNic>(std::move(info)); }
+std::unique_ptr<Nic> open_nic(InfoPtr info, bool sleeps) { return std::make_unique<OfiNic>(std::move(info), sleeps); }
 
 }  // namespace fkv::ofi

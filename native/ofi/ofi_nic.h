@@ -11,6 +11,7 @@
 
 namespace fkv::ofi {
 
-std::unique_ptr<Nic> open_nic(InfoPtr info);
+// `sleeps`: whether its owner ever does. Where the provider has no descriptor for that, peers of this host ring a bell.
+std::unique_ptr<Nic> open_nic(InfoPtr info, bool sleeps = true);
 
 }  // namespace fkv::ofi

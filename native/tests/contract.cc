@@ -93,6 +93,7 @@ std::vector<Subject> subjects_in_two_processes() {
     list.push_back({.name = "fake_strict", .provider = "", .profile = fake::FakeProfile::strict()});
     list.push_back({.name = "fake_receives", .provider = "", .profile = receives});
     list.push_back({.name = "fake_fail_stop", .provider = "", .profile = sleepy});
+    list.push_back({.name = "fake_connected", .provider = "", .profile = fake::FakeProfile::connected()});
     list.push_back({.name = "fake_tcp", .provider = "", .profile = fake::FakeProfile::tcp()});
     const std::vector<std::string> loopback = {"127.0.0.1"};
     add("tcp", "tcp", loopback);
@@ -214,7 +215,6 @@ Habits habits_of(const Subject& subject, const NicInfo& info) {
     } else if (info.provider == "verbs;ofi_rxm") {
         habits.fail_stop = true;
         habits.recovers = false;
-        habits.survives_close = false;
     } else if (info.provider == "tcp;ofi_rxm") {
         habits.survives_close = !version_2();
         habits.survives_departure = !version_2();

@@ -124,6 +124,9 @@ void Node::take() {
             case Event::kStalled:
                 stalls.push_back(std::move(event));
                 break;
+            case Event::kHeldUp:
+                held_up.push_back(std::move(event));
+                break;
         }
     }
 }

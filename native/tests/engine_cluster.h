@@ -78,7 +78,7 @@ class Node {
     std::unique_ptr<Engine> engine;
     std::map<std::uint64_t, Event> transfers;      // by id
     std::map<std::uint64_t, std::uint64_t> order;  // id -> how many transfers had ended before
-    std::vector<Event> users, lost, faults, stalls;
+    std::vector<Event> users, lost, faults, stalls, held_up;
     std::function<void(const Event&)> on_counter, on_transfer;  // called while the event is taken
 
   private:

@@ -256,5 +256,37 @@ TEST(EnginePeer, a_stall_is_reported_once_with_its_figures) {
     cluster.fabric.release(again);
 }
 
+TEST(EnginePeer, transfers_that_one_rail_holds_up_are_named_while_others_go_on) {
+    Cluster cluster(std::random_device{}());
+    GroupOptions options;
+    options.stall_ns = 50 * kMillisecond;
+    auto& a = cluster.add({.options = options});
+    auto& b = cluster.add({});
+    auto& c = cluster.add({});
+    const auto held = cluster.fabric.add_rule({.step = Step::kLeave,
+                                               .match = [to = b.nics[0][0]](const auto& op) { return op.dst == to; },
+                                               .times = Rule::kAlways,
+                                               .action = Action::kHold});
+    const auto stuck = a.write(b, 0, 0, 100);
+    // The same NIC goes on to another peer, so that it has not stalled itself.
+    const auto go_on = [&](const std::function<bool()>& done) {
+        return cluster.wait([&] {
+            if (a.engine->group(0).sender().in_flight() < 2) a.write(c, 0, 0, 100);
+            return done();
+        });
+    };
+    ASSERT_TRUE(go_on([&] { return !a.held_up.empty(); })) << cluster.where();
+    EXPECT_EQ(a.held_up[0].peer, a.peer(b)->epoch);
+    EXPECT_EQ(a.held_up[0].transfers, std::vector<std::uint64_t>{stuck});
+    EXPECT_FALSE(a.ended(stuck));
+    // What comes later to the same place is named, too.
+    const auto second = a.write(b, 0, 0, 100);
+    ASSERT_TRUE(go_on([&] { return a.held_up.back().transfers.size() == 2; })) << cluster.where();
+    EXPECT_EQ(a.held_up.back().transfers, (std::vector<std::uint64_t>{stuck, second}));
+    cluster.fabric.release(held);
+    ASSERT_TRUE(cluster.wait([&] { return a.ended(stuck) && a.ended(second); }));
+    EXPECT_EQ(a.outcome(stuck), Outcome::kOk);
+}
+
 }  // namespace
 }  // namespace fkv::test

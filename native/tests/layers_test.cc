@@ -46,6 +46,17 @@ TEST_F(Layered, the_connection_has_to_be_the_same_device) {
     EXPECT_EQ(why_no_immediates(*offer("verbs;ofi_rxm", "mlx5_2", FI_PROTO_RXM, 4), list.get()), "");
 }
 
+TEST_F(Layered, queue_pairs_beneath_are_fail_stop) {
+    auto list = offer("verbs", "siw0", FI_PROTO_IWARP, 0);
+    list->next = offer("verbs", "mlx5_1", FI_PROTO_RDMA_CM_IB_RC, 4).release();
+    EXPECT_TRUE(is_fail_stop(*offer("verbs;ofi_rxm", "mlx5_1", FI_PROTO_RXM, 4), list.get()));
+    EXPECT_FALSE(is_fail_stop(*offer("verbs;ofi_rxm", "siw0", FI_PROTO_RXM, 4), list.get()));
+    EXPECT_FALSE(is_fail_stop(*offer("verbs;ofi_rxm", "mlx5_2", FI_PROTO_RXM, 4), list.get()));
+    EXPECT_FALSE(is_fail_stop(*offer("efa", "rdmap0s6-rdm", FI_PROTO_EFA, 4), nullptr));
+    Layers layers;
+    EXPECT_FALSE(layers.is_fail_stop(*find_nics({"tcp;ofi_rxm", {"127.0.0.1"}}).front())) << "it connects anew";
+}
+
 TEST_F(Layered, a_provider_with_nothing_beneath_speaks_for_itself) {
     EXPECT_EQ(why_no_immediates(*offer("efa", "rdmap0s6-rdm", FI_PROTO_EFA, 4), nullptr), "");
     EXPECT_EQ(why_no_immediates(*offer("shm", "shm", FI_PROTO_SHM, 8), nullptr), "");

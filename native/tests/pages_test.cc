@@ -106,9 +106,6 @@ void check_runs(const PlannedWrite& w, const WriteLimits& limits) {
                    dst.index_of(before.dst_offset) != dst.index_of(run.dst_offset);
         ASSERT_TRUE(sources > 1 || targets > 1) << "two runs where one would do";
     }
-    if (w.num_runs > 1) {
-        ASSERT_LE(w.nbytes, limits.max_gather_bytes);
-    }
     ASSERT_EQ(nbytes, w.nbytes);
     ASSERT_LE(sources, limits.max_src_runs);
     ASSERT_LE(targets, limits.max_dst_runs);
@@ -342,7 +339,6 @@ class RandomPages : public ::testing::Test {
         auto limits = sizes_and_units();
         limits.max_src_runs = 1 + below(kMaxParts);
         limits.max_dst_runs = 1 + below(kMaxParts);
-        limits.max_gather_bytes = below(2) ? limits.max_bytes : below(limits.max_bytes);
         return limits;
     }
 
@@ -390,7 +386,7 @@ TEST_F(RandomPages, what_the_bounds_accept_stays_inside_and_what_they_refuse_doe
 // -- gathering
 // ---------------------------------------------------------------------------------------------------------
 
-constexpr WriteLimits kGather{1 << 20, 4096, 1023, 4, 4, 1 << 16};
+constexpr WriteLimits kGather{1 << 20, 4096, 1023, 4, 4};
 
 TEST(Pages, scattered_pages_share_a_write) {
     const auto writes = plan(piece_of(4096, {9, 7, 5, 3, 1}, {0, 2, 4, 6, 8}), kGather);
@@ -410,9 +406,9 @@ TEST(Pages, neighbours_on_one_side_are_one_place_there) {
     EXPECT_EQ(writes[1].num_runs, 2u);
 }
 
-TEST(Pages, large_pages_are_not_gathered) {
-    EXPECT_EQ(plan(piece_of(1 << 15, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 2u);
-    EXPECT_EQ(plan(piece_of((1 << 15) + 1, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 4u);
+TEST(Pages, several_places_are_no_longer_than_one) {
+    EXPECT_EQ(plan(piece_of(1 << 19, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 2u);
+    EXPECT_EQ(plan(piece_of((1 << 19) + 1, {4, 2, 0, 6}, {0, 2, 4, 6}), kGather).size(), 4u);
 }
 
 TEST(Pages, pieces_are_not_gathered) {

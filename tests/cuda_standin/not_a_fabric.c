@@ -5,6 +5,8 @@
  * addresses as host memory, which the stand-in's "device memory" is. So pages really move, by the real path.
  * Where the device's context is not current, as the stand-in for CUDA's driver has it, nothing is registered.
  * STANDIN_REFUSES: "dmabuf", "hmem" or both are refused. STANDIN_FABRIC_VERSION is what fi_version says: 1.17 knows no dma-bufs.
+ * STANDIN_MAX_MR: host memory of more bytes is refused as invalid, as by NICs with such a limit. STANDIN_MORE_MRS: so many more
+ * registrations have room from the first one on that sees it.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -66,6 +68,16 @@ static int regattr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t f
     return real_reg(domain, base, len, attr->access, 0, attr->requested_key, 0, mr, NULL);
 }
 
+static int reg(struct fid* domain, const void* base, size_t len, uint64_t access, uint64_t offset, uint64_t key,
+               uint64_t flags, struct fid_mr** mr, void* context) {
+    static long taken;
+    const char* max_bytes = getenv("STANDIN_MAX_MR");
+    const char* more = getenv("STANDIN_MORE_MRS");
+    if (max_bytes && len > strtoul(max_bytes, NULL, 10)) return -EINVAL;
+    if (more && taken++ >= atol(more)) return -ENOSPC;
+    return real_reg(domain, base, len, access, offset, key, flags, mr, context);
+}
+
 static int open_domain(struct fid_fabric* fabric, struct fi_info* info, struct fid_domain** domain, void* context) {
     info->caps &= ~FI_HMEM;
     info->domain_attr->mr_mode &= ~FI_MR_HMEM;
@@ -73,6 +85,7 @@ static int open_domain(struct fid_fabric* fabric, struct fi_info* info, struct f
     if (rc) return rc;
     mr_ops = *(*domain)->mr;
     real_reg = mr_ops.reg;
+    mr_ops.reg = reg;
     mr_ops.regattr = regattr;
     (*domain)->mr = &mr_ops;
     return 0;

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import numpy as np
 
 from fabric_kv.config import Bounds, EngineOptions
@@ -25,8 +26,11 @@ from .fabrics import nics_of, patient
 
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0
-BOUNDS = Bounds(**patient(handshake_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5))
-OPTIONS = EngineOptions(**patient(heartbeat_interval_s=0.1, heartbeat_misses=8))
+BOUNDS = Bounds(
+    **patient(handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+)
+# Two seconds: a process that only waits for a core is not to be called lost.
+OPTIONS = EngineOptions(**patient(heartbeat_interval_s=0.1, heartbeat_misses=20))
 
 
 def make_cache(tp_size, fill, heads=HEADS):
@@ -164,10 +168,11 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread"):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
+        options = msgspec.structs.replace(OPTIONS, dispatch=dispatch)
+        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
         self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)

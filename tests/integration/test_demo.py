@@ -141,6 +141,19 @@ def test_a_rank_that_dies_ends_the_demo(side: str, number: int) -> None:
         assert demo.nothing_is_left()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("side", "number"), [("prefill", 1), ("decode", 0)])
+def test_a_rank_that_is_stopped_ends_the_demo_and_is_ended(side: str, number: int) -> None:
+    """By what it no longer says, long before anybody gives up waiting for its answer."""
+    with Demo("--prefill-tp", "3", "--decode-tp", "3") as demo:
+        pid = demo.ranks[side][number]
+        os.kill(pid, signal.SIGSTOP)
+        code, out = demo.end()
+        assert code == 1, out
+        assert re.search(rf"failed: \w+Error: .*{side} rank {number} \(process {pid}\) has not moved for", out), out
+        assert demo.nothing_is_left()
+
+
 def test_a_prefill_engine_that_dies_ends_the_demo() -> None:
     with Demo() as demo:
         os.kill(demo.engines["prefill"], signal.SIGKILL)

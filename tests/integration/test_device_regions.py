@@ -272,3 +272,56 @@ def test_staging_in_host_memory_is_asked_for_and_its_cost_is_told(tmp_path: Path
     ]
     assert len(lines) == 11
     assert all(line.startswith("refused") for line in lines[5:]), lines[5:]
+
+
+LIMITED = """
+import os, sys
+import numpy as np
+from fabric_kv import Engine, RegistrationError
+from fabric_kv.memory import HostBuffer
+
+mib, page, pages = 1 << 20, 300_000, 18
+with Engine("tcp", nics=["127.0.0.1"]) as engine, HostBuffer.allocate(page * pages) as source, \\
+     HostBuffer.allocate(page * pages) as target:
+    group = lambda: engine.describe()["groups"][0]["registrations"]
+    source.array[:] = np.random.default_rng(3).integers(0, 256, source.nbytes, np.uint8)
+    os.environ["STANDIN_MAX_MR"] = str(mib)
+    src, dst = source.region(engine), target.region(engine)
+    ends = (0, *dst.remote.segment_ends)
+    print("parts", len(ends) - 1, max(np.diff(ends)) <= mib, ends[-1] == target.nbytes)
+    counter = engine.counter(unit_bytes=page, expected_units=pages)
+    engine.write_pages(
+        engine.add_peer(engine.address), src, dst.remote, range(pages), range(pages)[::-1], page_bytes=page,
+        token=counter.token,
+    ).result(30)
+    counter.result(30)
+    print("arrived", (target.array.reshape(pages, page)[::-1] == source.array.reshape(pages, page)).all())
+    src.close()
+    dst.close()
+    before = group()
+    os.environ["STANDIN_MORE_MRS"] = "3"
+    try:
+        source.region(engine)
+    except RegistrationError as error:
+        print("count", f"{before + 3} registrations are open" in str(error), f"of {mib} bytes" in str(error), error)
+    print("left", group() - before)
+    del os.environ["STANDIN_MORE_MRS"]
+    os.environ["STANDIN_MAX_MR"] = str(mib // 2)          # below what regions are cut to
+    try:
+        source.region(engine)
+    except RegistrationError as error:
+        print("size", "max_registration_bytes" in str(error), error)
+    print("left", group() - before)
+"""
+
+
+def test_a_nics_limits_on_registrations_are_split_by_size_and_named_by_count(tmp_path: Path) -> None:
+    done = run(tmp_path, LIMITED)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["parts 6 True True", "arrived True"]
+    assert lines[2].startswith("count True True "), lines
+    assert "Hint: register whole caches" in lines[2]
+    assert lines[3] == lines[5] == "left 0"
+    assert lines[4].startswith("size True "), lines
+    assert f"{(1 << 20)} bytes" in lines[4]

@@ -96,13 +96,17 @@ def test_a_peer_that_is_gone_in_the_middle_of_its_writes(pair: tuple[Node, PeerP
 def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
     make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess]
 ) -> None:
-    node = make_node()
+    node = make_node(stall_s=0.1)
+    held_up: list[list[Transfer]] = []
+    node.engine.on_held_up(lambda transfers, _: held_up.append(transfers))
     peer = make_peer(node)
     remote = RemoteRegion.from_bytes(peer.call("register", LARGE))
     node.register(LARGE)
     node.put(0, stamp(7, LARGE).tobytes())
     token = peer.call("count", 1 << 16, 4 * LARGE >> 16)
     peer.call("wait_transfers")
+    # A stopped peer answers no connection: what waits for one is not in flight yet.
+    node.engine.connect_rails(node.peer, remote).result(LONG)
     peer.signal(signal.SIGSTOP)
     transfers = [node.engine.write(node.peer, node.regions["memory"], 0, remote, 0, LARGE, token=token) for _ in "1234"]
     with pytest.raises(TimeoutError):
@@ -110,8 +114,9 @@ def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
     # What is in flight counts as such while it is, and not only once it has ended.
     busy_ns = rail_busy_ns(node)
     deadline = time.monotonic() + LONG
-    while rail_busy_ns(node) <= busy_ns:
+    while rail_busy_ns(node) <= busy_ns or not held_up:
         assert time.monotonic() < deadline
+    assert set(held_up[-1]) <= set(transfers)
     peer.signal(signal.SIGCONT)
     for transfer in transfers:
         transfer.result(LONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -134,15 +135,22 @@ def test_a_buffer_closes_once_its_engine_has(engine: Engine) -> None:
 
 
 def test_what_a_region_costs_does_not_grow_with_their_number(engine: Engine) -> None:
-    """Counted in what the engine keeps, not in time: benchmarks/bench_regions.py measures."""
-    values = np.zeros(300 * PAGE, np.uint8)
-    none = figures(engine)
-    for _ in range(20):
-        regions = [engine.register(values[i * PAGE : (i + 1) * PAGE]) for i in range(300)]
-        assert figures(engine)[:2] == (none[0] + 300, none[1] + 300)
+    """Counted in what the engine and the process keep, not in time: benchmarks/bench_regions.py measures."""
+    count = 5000
+    values = np.zeros(count * PAGE, np.uint8)
+    write(engine, engine, engine.register(values), 0, 1)  # connects
+    none, descriptors = figures(engine), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        regions = [engine.register(values[i * PAGE : (i + 1) * PAGE]) for i in range(count)]
+        assert figures(engine) == (none[0] + count, none[1] + count, none[2] + values.nbytes)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        again = [engine.register(values[i * PAGE : (i + 1) * PAGE]) for i in range(count)]
+        assert figures(engine) == (none[0] + 2 * count, none[1] + count, none[2] + values.nbytes)
         for region in regions[::2]:
             region.close()
-        del region, regions
+        write(engine, engine, again[0], 0, 9)
+        assert values[0] == 9
+        del region, regions, again
         assert figures(engine) == none
 
 

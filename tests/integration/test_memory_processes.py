@@ -35,15 +35,18 @@ class World(NamedTuple):
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     paths = [str(tmp_path / name) for name in ("source", "target")]
     ranks = [ChildProcess("memory_node", "rank", path, str(seed)) for seed, path in enumerate(paths)]
-    engine = ChildProcess("memory_node", "engine", request.param, *paths)
+    started = list(ranks)
     try:
         up = [rank.wait_for("up") for rank in ranks]
+        # Not before: what the ranks have open is counted without anybody who comes.
+        engine = ChildProcess("memory_node", "engine", request.param, *paths)
+        started.insert(0, engine)
         pids = {"source": up[0]["pid"], "target": up[1]["pid"], "engine": engine.wait_for("up")["pid"]}
         yield World(*ranks, engine, {"source": up[0]["left"], "target": up[1]["left"]}, pids)
     finally:
-        for process in (engine, *ranks):
+        for process in started:
             process.close()
-        for left in Path("/dev/shm").glob(f"{engine.process.pid}-*"):  # libfabric's; who is killed cannot tidy up
+        for left in Path("/dev/shm").glob(f"{started[0].process.pid}-*"):  # libfabric's; who is killed cannot tidy up
             left.unlink(missing_ok=True)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fabric_kv.buffers import locate
+from fabric_kv.dlpack import device_capsule
 from fabric_kv.errors import ConfigError
 
 
@@ -32,14 +33,23 @@ class Dlpack:
 
 
 class OnDevice:
+    """Whose bytes nobody may touch."""
+
     def __init__(self, device: int) -> None:
         self.device = device
+        self.released = 0
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device, 0
 
     def __dlpack__(self, **keywords: Any) -> Any:
-        raise AssertionError("must not be asked for")
+        assert keywords.pop("stream") == -1, "no stream is to wait"
+        if keywords:
+            raise TypeError("from before DLPack 1.0")
+        return device_capsule(0x7F0000000000, 100, 0, self.release)
+
+    def release(self) -> None:
+        self.released += 1
 
 
 class CudaArray:
@@ -101,9 +111,77 @@ def test_dlpack_that_cannot_be_exported_is_refused() -> None:
         locate(Dlpack(values, versioned=False))
 
 
-def test_dlpack_on_a_device_names_the_way() -> None:
-    with pytest.raises(ConfigError, match=r"device type 2 .*__cuda_array_interface__"):
-        locate(OnDevice(2))
+def test_dlpack_on_a_cuda_device_is_held_by_its_capsule() -> None:
+    tensor = OnDevice(2)
+    found = locate(tensor)
+    assert (found.address, found.nbytes, found.device) == (0x7F0000000000, 100, "cuda")
+    assert tensor.released == 0
+    del found
+    gc.collect()
+    assert tensor.released == 1
+
+
+def test_dlpack_on_another_device_is_refused_by_its_type() -> None:
+    with pytest.raises(ConfigError, match="device type 8: 1, the host, and 2, CUDA"):
+        locate(OnDevice(8))
+
+
+class Retyped(Dlpack):
+    """With a dtype that NumPy does not have: the struct's code, bits and lanes, by dlpack.h."""
+
+    def __init__(self, exported: np.ndarray[Any, Any], dtype: tuple[int, int, int], *, versioned: bool) -> None:
+        super().__init__(exported, versioned=versioned)
+        self.dtype = dtype
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        capsule = super().__dlpack__(**keywords)
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype = ctypes.c_void_p
+        at = get(ctypes.py_object(capsule), repr(capsule).split('"')[1].encode())
+        at += (32 if "versioned" in repr(capsule) else 0) + 20
+        code, bits, lanes = self.dtype
+        ctypes.memmove(at, bytes([code, bits, *lanes.to_bytes(2, "little")]), 4)
+        return capsule
+
+
+@pytest.mark.parametrize("versioned", [False, True], ids=["before 1.0", "since 1.0"])
+def test_dlpack_of_types_that_numpy_does_not_have(versioned: bool) -> None:
+    values = np.zeros((4, 8), "f2")
+    bfloat16, four_bits, two_of_four_bits = (4, 16, 1), (17, 4, 1), (17, 4, 2)
+    assert locate(Retyped(values, bfloat16, versioned=versioned))[:2] == (values.ctypes.data, 64)
+    assert locate(Retyped(values, two_of_four_bits, versioned=versioned)).nbytes == 32
+    with pytest.raises(ConfigError, match="no whole bytes"):
+        locate(Retyped(values, four_bits, versioned=versioned))
+
+
+def test_dlpack_of_an_unknown_version_or_of_something_else_is_refused() -> None:
+    class Other(Dlpack):
+        def __dlpack__(self, **keywords: Any) -> Any:
+            capsule = super().__dlpack__(**keywords)
+            get = ctypes.pythonapi.PyCapsule_GetPointer
+            get.restype = ctypes.c_void_p
+            ctypes.c_uint32.from_address(get(ctypes.py_object(capsule), b"dltensor_versioned")).value = 2
+            return capsule
+
+    class No(Dlpack):
+        def __dlpack__(self, **keywords: Any) -> Any:
+            return 5
+
+    values = np.zeros(8)
+    with pytest.raises(ConfigError, match=r"5 is no DLPack tensor"):
+        locate(No(values, versioned=True))
+    if "versioned" in repr(Dlpack(values, versioned=True).__dlpack__(max_version=(1, 0))):
+        with pytest.raises(ConfigError, match=r"DLPack 2\.\d+ is not known"):
+            locate(Other(values, versioned=True))
+
+
+def test_the_order_of_axes_does_not_matter() -> None:
+    values = np.zeros((3, 1, 4, 5), "f4")
+    for order in (values.transpose(2, 0, 3, 1), values[:, ::-1], Dlpack(values.transpose(3, 1, 0, 2), versioned=True)):
+        assert locate(order)[:2] == (values.ctypes.data, values.nbytes)
+    for order in (values[::-1], values[::2], values[:, :, 1:].transpose(2, 0, 1, 3)):
+        with pytest.raises(ConfigError, match="not contiguous"):
+            locate(order)
 
 
 def test_cuda_arrays() -> None:

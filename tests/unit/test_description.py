@@ -22,7 +22,10 @@ def rail(**changes: Any) -> dict[str, Any]:
         "iov_limit": 4,
         "rma_iov_limit": 4,
         "ordered_writes": True,
+        "fail_stop": False,
+        "shared_memory": False,
         "wait_fd": True,
+        "wait_is_hint": False,
         "write_latency_us_log2": [0, 0, 0, 5, 1, 0],
         "post_latency_ns_log2": [0] * 6,
     }
@@ -69,8 +72,11 @@ def test_a_closed_engine_has_no_rails() -> None:
     [
         ({"rma_iov_limit": 1}, "one place an operation", "rma_iov_limit 1"),
         ({"iov_limit": 30, "rma_iov_limit": 30}, "8 places an operation", "iov_limit 30"),
+        ({"shared_memory": True, "ordered_writes": False}, "an immediate each", "shm is slower in order"),
         ({"ordered_writes": False}, "an immediate each", "may overtake each other"),
+        ({"fail_stop": True}, "an immediate for up to 16 operations", "a failed one stops the next"),
         ({"wait_fd": False}, "sleeps by the clock", "completion queue has none"),
+        ({"wait_fd": False, "wait_is_hint": True}, "sleeps by the clock and a bell", "peers ring when they post"),
     ],
 )
 def test_the_mode_follows_from_what_was_granted(changes: dict[str, Any], mode: str, why: str) -> None:

@@ -17,7 +17,7 @@ from fabric_kv.regions import CounterToken
 from fabric_kv.transfers import Counter, Peer, Transfer
 
 A, B = b"a" * 16, b"b" * 16
-TRANSFER, COUNTER, MESSAGE, USER, PEER_LOST, FAULT = range(6)
+TRANSFER, COUNTER, MESSAGE, USER, PEER_LOST, FAULT, STALLED, HELD_UP = range(8)
 NO_ERROR = (0, 0, "", "", "", "")
 
 
@@ -285,6 +285,16 @@ def test_a_lost_peer_is_told_and_its_half_messages_dropped() -> None:
     dispatcher.poll(0)
     assert lost == [(A, "silent")]
     assert dispatcher.describe()["dropped_messages"] == 1
+
+
+def test_of_the_transfers_that_are_held_up_those_that_have_not_ended_are_named() -> None:
+    core, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(3)]
+    told: list[tuple[list[Transfer], str]] = []
+    dispatcher.on_held_up = lambda *report: told.append(report)
+    core.post(ended(1), (HELD_UP, A, [0, 1, 2], "nothing"), ended(0), ended(2), (HELD_UP, A, [0, 1, 2], "nothing"))
+    dispatcher.poll(0.0)
+    assert told == [([transfers[0], transfers[2]], "nothing")]
 
 
 def test_faults_are_counted() -> None:

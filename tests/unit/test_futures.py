@@ -125,6 +125,24 @@ def test_await() -> None:
     assert asyncio.run(main()) == 5
 
 
+def test_waits_that_give_up_leave_nothing_behind() -> None:
+    async def main() -> int:
+        thing = Thing()
+        for _ in range(100):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(thing, 0)
+            waiting = asyncio.ensure_future(asyncio.wait_for(thing, 10))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert not thing._awaited_in
+        asyncio.get_running_loop().call_soon(thing._succeed, 6)
+        return await thing
+
+    assert asyncio.run(main()) == 6
+
+
 def test_await_raises_what_it_ended_with() -> None:
     async def main() -> None:
         thing = Thing()

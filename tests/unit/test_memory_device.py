@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,9 +19,12 @@ from typing import Any
 import pytest
 
 from fabric_kv import ConfigError, DeviceError, FabricKVError, RegistrationError, SharingError
-from fabric_kv.memory import DeviceBuffer, WatchWord, ranges, visibility
+from fabric_kv.bench.memory import make_memory
+from fabric_kv.bench.workload import Fabric
+from fabric_kv.memory import BufferServer, DeviceBuffer, WatchWord, import_buffers, ranges, visibility
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
+from fabric_kv.memory.staging import Staging, StagingFigures
 
 from ..cuda_standin import load_driver_standin
 
@@ -28,6 +32,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from ..cuda_standin.device_suite import *  # noqa: F403
 
 ROOT = Path(__file__).parents[2]
+ONCE = {"cuInit", "cuDevicePrimaryCtxRetain"}
 OWNED_SOMEWHERE = "cuda-bindings has another libcuda.so.1 in this process already"
 
 
@@ -67,15 +72,24 @@ def held(lib: ctypes.CDLL) -> Callable[[], object]:
     return collected
 
 
-# What each step calls, with how many calls of that name come before the one that fails.
 def use_all() -> None:
-    """Everything that a process does with device memory."""
+    """Everything that processes do with device memory."""
     with DeviceBuffer.allocate(1, 3 << 16, handle_bytes=1 << 16) as buffer:
         buffer.write(0, b"abc")
         with buffer.export() as exported, DeviceBuffer.import_(exported) as twin:
             assert twin.read(0, 3) == b"abc"
+        path = f"@fabric_kv-test-{os.getpid()}-device"
+        with BufferServer(path, {"kv": buffer}, timeout_s=60) as server, import_buffers(path, timeout_s=60) as imported:
+            assert imported["kv"].info == buffer.info
+            server.withdraw("kv")
         with device_parts(buffer.address, buffer.nbytes) as (device, parts):
             assert (device, len(parts)) == (1, 3)
+        stage = Staging(buffer.address, buffer.nbytes, buffer, StagingFigures())
+        with stage.mirror:
+            stage.to_host([(0, 3)])
+            stage.to_device([(1, 2)])
+    visibility._needs_flush.cache_clear()
+    assert visibility.flush_remote_writes(1)
     with WatchWord(1) as word:
         word.set_step(3)
         word.bump()
@@ -87,13 +101,23 @@ def calls(lib: ctypes.CDLL) -> dict[str, int]:
     return {name: lib.standin_calls(name.encode()) for name in names}
 
 
+def calls_in_the_sources() -> set[str]:
+    """All that fabric_kv calls, but for what it does once in a process, and for the memory of its bench."""
+    sources = "".join(path.read_text() for path in (ROOT / "fabric_kv").rglob("*.py"))
+    return set(re.findall(r'call(?:\(|,)\s*"(cu[A-Z]\w+)"', sources)) - ONCE - {"cuMemAlloc", "cuMemFree"}
+
+
 def test_an_error_at_any_call_is_typed_and_leaves_nothing(lib: ctypes.CDLL) -> None:
+    lib.standin_set_attribute(118, 0)
+    lib.standin_set_attribute(117, 1)
     nothing = count(lib)
     before = calls(lib)
     use_all()
+    gc.collect()
     assert count(lib) == nothing
     used = {name: n - before[name] for name, n in calls(lib).items() if n > before[name]}
-    assert {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuCtxPushCurrent"} <= set(used)
+    assert len(used) > 20
+    assert set(used) >= calls_in_the_sources()
     num_failures = 0
     for name, times in used.items():
         for skip in range(times):
@@ -110,6 +134,20 @@ def test_an_error_at_any_call_is_typed_and_leaves_nothing(lib: ctypes.CDLL) -> N
                 now = count(lib)
             assert now == nothing, (name, skip, now)
     assert num_failures == sum(used.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "skip"),
+    [(name, skip) for name in ("cuCtxPushCurrent", "cuCtxPopCurrent") for skip in (0, 1)]
+    + [(name, 0) for name in ("cuMemAlloc", "cuMemcpyHtoD", "cuCtxSynchronize")],
+)
+def test_an_error_while_the_bench_makes_its_memory_leaves_nothing(lib: ctypes.CDLL, name: str, skip: int) -> None:
+    nothing = count(lib)
+    lib.standin_fail(name.encode(), 999, skip)
+    with pytest.raises(DeviceError, match=name):
+        make_memory(Fabric(mem="cuda"), 100)
+    gc.collect()
+    assert count(lib) == nothing
 
 
 def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ctypes.CDLL) -> None:

@@ -55,7 +55,9 @@ def disturb(sim):
         sim.scheduler.pause = not sim.scheduler.pause
     elif dice < 0.8:
         sim.fabric.hold_writes = not sim.fabric.hold_writes
-    elif dice < 0.9:
+    elif dice < 0.85:
+        sim.fabric.hold_up(sim.prefill_engine)
+    elif dice < 0.93:
         sim.scheduler.refuse = None if sim.scheduler.refuse else "not now"
 
 

@@ -32,6 +32,7 @@ from fabric_kv.messenger.state import (
     RequestState,
     Retired,
     ServeState,
+    Stalled,
 )
 
 REQUEST, CANCEL = "request", "cancel"
@@ -83,6 +84,9 @@ def prefill(world: World, event: object) -> World:
             sent.add(Failed("failed", serve.pages_clean))
         elif effect is ServeEffect.SEND_CONFIRM:
             sent.add(CancelConfirmed(serve.pages_clean))
+        elif effect is ServeEffect.SEND_STALLED:
+            assert world.flying, "called stalled with nothing in flight"
+            sent.add(Stalled("stuck"))
     clean = serve.pages_clean if ServeEffect.END in effects else world.ended_clean
     ends = world.serve_ends + effects.count(ServeEffect.END)
     return replace(world, serve=serve, sent=frozenset(sent), ended_clean=clean, serve_ends=ends)
@@ -124,7 +128,7 @@ def goodbye(world: World) -> World:
 
 
 def from_prefill(world: World, serve: Serve, enders: tuple[object, ...]) -> Iterator[World]:
-    for event in (Accepted(), Refused("no"), *enders):
+    for event in (Accepted(), Refused("no"), Stalled("stuck"), *enders):
         yield prefill(world, event)
     if world.planned < world.num_writes and serve.may_post:
         yield prefill(replace(world, planned=world.planned + 1), Planned(1))

@@ -125,8 +125,17 @@ def test_the_book_agrees_with_a_plain_list(seed, run):
             pages = tuple(np.array(dice.sample(range(40), dice.randint(0, 3)), np.int64) for _ in range(2))
             epoch = bytes([dice.randrange(4)])
             item = PoisonedPages(str(number), epoch, dice.randrange(3), pages, dice.random() < 0.2)
-            book.add(item, Peer(None, epoch), number)
+            book.add(item, Peer(None, epoch), generation=number, tail_slot=number)
             plain.append(item)
+        elif dice.random() < 0.5:
+            redeemed = dice.sample(plain, min(len(plain), 2))
+            for item in redeemed:
+                book.redeem(item.peer, int(item.request_id))
+                book.redeem(bytes([9]), int(item.request_id))  # another peer's of the same number
+            assert book.items == plain
+            clean = [item for item in plain if item in redeemed and not item.exceeded]
+            assert [item for item, _ in book.take_redeemed()] == clean
+            plain = [item for item in plain if item not in clean]
         else:
             epoch = bytes([dice.randrange(4)])
             taken = book.take(epoch)

@@ -245,6 +245,57 @@ def test_a_reject_carries_its_reason_and_nothing_was_written(seed):
     assert not sim.scheduler.failed
 
 
+def test_a_program_can_tell_why_a_request_is_rejected(seed):
+    sim = Sim(seed)
+    sim.scheduler.refuse, answer = "x", sim.scheduler.on_request
+
+    def ask(request):
+        answer(request)
+        return Reject("no free pages", kind="no_capacity")
+
+    sim.scheduler.on_request = ask
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert (fetch.error.reason, fetch.error.pages_clean) == ("no_capacity", True)
+    wrong = sim.submit(8)
+    sim.prefill._sessions[sim.decode_engine.epoch].tail = None  # as if the two had agreed on something else
+    sim.run(wrong.handle.done)
+    assert (wrong.error.reason, wrong.error.pages_clean) == ("incompatible", True)
+    sim.prefill._closing = True
+    late = sim.submit(8)
+    sim.run(late.handle.done)
+    assert (late.error.reason, late.error.pages_clean) == ("closing", True)
+    with pytest.raises(ConfigError, match="kind='full' is neither"):
+        Reject("x", kind="full")
+
+
+def test_a_peer_that_lives_and_brings_no_pages_is_degraded(seed):
+    sim = Sim(seed)
+    assert sim.peer.degraded is None
+    sim.scheduler.pause = True
+    late = sim.submit(8, deadline_s=3.0)
+    sim.run(late.handle.done)
+    assert sim.peer.alive
+    assert sim.peer.degraded == "timed_out: its deadline of 3 s passed"
+    cancelled = sim.submit(8)
+    cancelled.handle.cancel()
+    sim.run(cancelled.handle.done)
+    (peer,) = sim.decode.state()["peers"].values()
+    assert peer["degraded"] == sim.peer.degraded
+    sim.scheduler.pause = False
+    fetch = sim.submit(8)
+    sim.run(fetch.handle.done)
+    assert sim.peer.degraded is None
+
+
+def test_all_bounds_are_logged_at_the_start(seed, caplog):
+    with caplog.at_level("INFO", logger="fabric_kv.messenger"):
+        sim = Sim(seed)
+    assert caplog.text.count("started with these bounds") == 2
+    for name in (*sim.bounds.__struct_fields__, "heartbeats", "stall_s", "connect_s", "close_s"):
+        assert caplog.text.count(f"{name} ") == 2
+
+
 PAGE_BYTES = 2 * 2 * 4 * 3 * 2 * 4  # layers, K and V, tokens, heads, elements, bytes of each
 
 
@@ -270,7 +321,7 @@ def test_what_is_too_much_is_rejected_before_the_scheduler_sees_it(seed, admissi
     refused = sim.submit(8)
     sim.run(refused.handle.done)
     assert isinstance(refused.error, RequestRejectedError)
-    assert refused.error.pages_clean
+    assert (refused.error.pages_clean, refused.error.reason) == (True, "no_capacity")
     with pytest.raises(RequestRejectedError, match=message):
         refused.handle.result(0)
     assert len(sim.scheduler.offered) == 2

@@ -19,7 +19,6 @@ from fabric_kv.errors import (
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, TailPool, base, prefill_sessions, wire
 from fabric_kv.messenger.actor import ManualActor
 from fabric_kv.messenger.peers import Link
-from fabric_kv.messenger.prefill_sessions import CONNECT_RAILS_S
 from fabric_kv.regions import CounterToken, EngineAddress
 from fabric_kv.sharding import units
 from fabric_kv.testing import MemoryFabric
@@ -52,7 +51,8 @@ def test_connect_is_idempotent_and_shared(seed):
     assert len(peers) == 1
     assert sim.connect() is futures[0].result(0)
     assert len(sim.prefill.state()["peers"]) == 1
-    assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): {"alive": True, "session": 1, "requests": 0}}
+    fresh = {"alive": True, "degraded": None, "session": 1, "requests": 0}
+    assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): fresh}
 
 
 @pytest.mark.parametrize("trouble", ["silence", "error", "refusal"])
@@ -71,7 +71,7 @@ def test_nics_that_cannot_be_connected_beforehand_do_not_keep_peers_apart(seed, 
 
     engine.connect_rails = connect_rails
     sim.peer = sim.connect()
-    assert sim.clock[0] == (CONNECT_RAILS_S if trouble == "silence" else 0.0)
+    assert sim.clock[0] == (sim.bounds.connect_rails_s if trouble == "silence" else 0.0)
     assert any("beforehand" in record.message or "the cable is out" in record.message for record in caplog.records)
     still_works(sim)
 
@@ -204,16 +204,16 @@ def test_a_peer_of_another_version_is_told(seed, monkeypatch):
     other = another_decode(sim)
     encode = wire.encode
 
-    def encode_as_v3(message):
+    def encode_a_newer_hello(message):
         frame = bytearray(encode(message))
-        frame[3] = 3 if isinstance(message, wire.Hello) else 2
+        frame[3] = wire.PROTOCOL_VERSION + isinstance(message, wire.Hello)
         return bytes(frame)
 
-    monkeypatch.setattr(wire, "encode", encode_as_v3)
-    with pytest.raises(PlanError, match="the peer speaks messenger protocol 3, this side speaks 2"):
+    monkeypatch.setattr(wire, "encode", encode_a_newer_hello)
+    with pytest.raises(PlanError, match="the peer speaks messenger protocol 4, this side speaks 3"):
         connect(sim, other)
     monkeypatch.setattr(wire, "encode", lambda message: encode(message)[:3] + b"\x07" + encode(message)[4:])
-    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 2"):
+    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 3"):
         connect(sim, another_decode(sim))
 
 
@@ -490,7 +490,7 @@ def test_a_write_that_the_engine_refuses_fails_only_its_request(sim, liar):
     still_works(sim)
 
 
-@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x02" + b)), max_size=5))
+@given(st.lists(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda b: b"FKV\x03" + b)), max_size=5))
 @settings(max_examples=30)
 def test_random_bytes_change_nothing(frames):
     sim = Sim(1)

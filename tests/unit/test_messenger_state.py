@@ -33,6 +33,7 @@ from fabric_kv.messenger.state import (
     Retired,
     SeenWindow,
     ServeState,
+    Stalled,
 )
 
 GENERATION = 7
@@ -49,7 +50,7 @@ class Pair(RuleBasedStateMachine):
         self.serve = None
         self.seen = SeenWindow(GENERATION)
         self.ended_clean = True  # what the prefill side remembers of a request that has ended
-        self.goodbye_said = False
+        self.stalls = 0
         self.prefill_left = False
         self.ends = {"fetch": 0, "serve": 0}
         self.finals = {}
@@ -119,6 +120,10 @@ class Pair(RuleBasedStateMachine):
                     self.to_decode.append(Failed("failed", self.serve.pages_clean))
                 case ServeEffect.SEND_CONFIRM:
                     self.to_decode.append(CancelConfirmed(self.serve.pages_clean))
+                case ServeEffect.SEND_STALLED:
+                    assert self.flying, "called stalled with nothing in flight"
+                    self.stalls += 1
+                    self.to_decode.append(Stalled("stuck"))
                 case ServeEffect.END:
                     self.ends["serve"] += 1
                     assert not self.flying, "ended while writes were in flight"
@@ -151,6 +156,11 @@ class Pair(RuleBasedStateMachine):
     @rule(event=st.sampled_from([FailAsked("why"), DeadlinePassed("late"), PostFailed("no"), Closing(), PeerLost("x")]))
     def prefill_gives_up(self, event):
         self.prefill(event)
+
+    @precondition(lambda self: self.serve is not None)
+    @rule()
+    def the_nic_stalls(self):
+        self.prefill(Stalled("stuck"))
 
     @precondition(lambda self: self.serve is not None and self.unplanned)
     @rule()
@@ -220,6 +230,7 @@ class Pair(RuleBasedStateMachine):
         assert (self.fetch.pages_clean is not None) == self.fetch.phase.final
         if self.serve is not None:
             assert self.ends["serve"] == self.serve.phase.final
+        assert self.stalls <= 1
 
     @invariant()
     def ready_means_everything_is_here(self):
@@ -304,6 +315,38 @@ def test_a_scheduler_that_refuses_after_posting_has_failed():
     assert serve.phase is ServeState.FAILED
     assert ServeEffect.SEND_REJECT not in effects
     assert effects[-1] is ServeEffect.SEND_FAIL
+
+
+def test_only_what_is_in_flight_can_stall():
+    computing = (Accepted(), Planned(1))
+    serve, effects = run(Serve(), serve_step, Stalled("x"), *computing, Stalled("x"), Posted(), Retired(), Stalled("x"))
+    assert (serve.phase, effects) == (ServeState.SERVING, [ServeEffect.SEND_ACCEPT])
+
+
+def test_a_stalled_request_ends_when_nothing_is_in_flight_and_decode_hears_before():
+    serve, effects = run(Serve(), serve_step, Accepted(), Planned(2), Posted(), Stalled("stuck"), Stalled("stuck"))
+    assert effects[1:] == [ServeEffect.STOP_POSTING, ServeEffect.SEND_STALLED]
+    serve, effects = run(serve, serve_step, CancelAsked(), Retired("cancelled"))
+    assert (serve.phase, serve.reason) == (ServeState.STALLED, "stuck")
+    assert effects[-3:] == [ServeEffect.END, ServeEffect.SEND_FAIL, ServeEffect.SEND_CONFIRM]
+
+
+def test_a_failure_that_waits_for_a_stalled_sibling_is_told_as_a_stall():
+    events = (Accepted(), Planned(2), Posted(), Posted(), Retired("broken", may_land=True), Stalled("stuck"))
+    serve, effects = run(Serve(), serve_step, *events)
+    assert (serve.cause, serve.stalled, effects[-1]) == (ServeState.FAILED, "stuck", ServeEffect.SEND_STALLED)
+
+
+@pytest.mark.parametrize(
+    ("answer", "clean"), [(Failed("stalled", True), True), (Failed("", False), False), (CancelExpired(), False)]
+)
+def test_a_stall_ends_with_what_the_peer_can_say_of_the_pages(answer, clean):
+    fetch, effects = run(Fetch(waiting=1), fetch_step, Stalled("stuck"), Stalled("stuck"))
+    assert fetch.phase is RequestState.CANCELLING
+    assert effects == [FetchEffect.SEND_CANCEL, FetchEffect.START_CANCEL_TIMER, FetchEffect.LATE]
+    assert run(fetch, fetch_step, Rejected("a lie"))[0] == fetch
+    fetch, _ = run(fetch, fetch_step, answer)
+    assert (fetch.phase, fetch.pages_clean) == (RequestState.STALLED, clean)
 
 
 def test_an_ended_request_confirms_again():

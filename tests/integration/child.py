@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-LONG = 60.0  # Nothing takes that long unless it hangs; every bound of the messenger is below.
+from .fabrics import LONG
 
 
 class ChildProcess:

@@ -18,9 +18,8 @@ import numpy as np
 from fabric_kv import Engine, FabricKVError, RemoteRegion
 from fabric_kv.memory import BufferServer, HostBuffer, import_buffers
 
-from .fabrics import nics_of
+from .fabrics import LONG, nics_of
 
-LONG = 60.0
 LAYERS, PAGES, PAGE = 3, 24, 10_000
 
 

@@ -22,13 +22,15 @@ from fabric_kv.errors import FabricKVError, PeerLostError, PeerUnreachableError
 from fabric_kv.messenger import Chunk, DecodeMessenger, PrefillMessenger, Reject, Request, TailPool
 from fabric_kv.sharding import CacheSpec, KVLayout, Placement
 
-from .fabrics import nics_of
+from .fabrics import nics_of, patient
 
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0
-BOUNDS = Bounds(handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+BOUNDS = Bounds(
+    **patient(handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+)
 # Two seconds: a process that only waits for a core is not to be called lost.
-OPTIONS = EngineOptions(heartbeat_interval_s=0.1, heartbeat_misses=20)
+OPTIONS = EngineOptions(**patient(heartbeat_interval_s=0.1, heartbeat_misses=20))
 
 
 def make_cache(tp_size, fill, heads=HEADS):

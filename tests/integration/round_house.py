@@ -26,14 +26,15 @@ from fabric_kv.regions import RemoteRegion
 from fabric_kv.transfers import MemoryRegion, Peer, Transfer
 
 from .engine_peer import CANARY, LONG, stamp
+from .fabrics import patient
 from .round_peer import PAGE, ForkedPeer, Nursery
 
 # Lost after so long a silence. Before the first sign of life a little later.
-SILENCE_S = 0.5
-CONNECT_S = 1.0
-WATCHFUL = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10, "connect_s": CONNECT_S}
+WATCHFUL = patient(heartbeat_interval_s=0.05, heartbeat_misses=10, connect_s=1.0)
+SILENCE_S = WATCHFUL["heartbeat_interval_s"] * WATCHFUL["heartbeat_misses"]
+CONNECT_S = WATCHFUL["connect_s"]
 # The other peer is more patient: on shm we may have to wait for a lock that the victim was stopped with.
-PATIENT = WATCHFUL | {"heartbeat_misses": 200, "connect_s": 10.0}
+PATIENT = patient(heartbeat_interval_s=0.05, heartbeat_misses=200, connect_s=10.0)
 
 
 def settles(condition: Callable[[], bool], within_s: float = 0.5) -> bool:

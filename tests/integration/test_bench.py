@@ -27,10 +27,10 @@ from fabric_kv.bench.stamps import stamp
 from fabric_kv.errors import ConfigError
 
 from .conftest import Provider
+from .fabrics import LONG
 from .shm_queue import stop_without_locks
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = 60.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 COMMAND = [sys.executable, "-m", "fabric_kv.bench"]
 LOOPBACK = ["--loopback", "--provider", "tcp"]

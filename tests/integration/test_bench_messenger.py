@@ -15,7 +15,8 @@ from fabric_kv.bench.main import main
 from fabric_kv.bench.model import Cache
 
 from .conftest import Provider
-from .test_bench import LONG, children, read_until, started, wait_until_gone
+from .fabrics import LONG
+from .test_bench import children, read_until, started, wait_until_gone
 
 SMALL = ["--loopback", "--model", "smollm2-135m", "--isl", "72", "--verify"]
 

@@ -16,12 +16,12 @@ from fabric_kv.regions import RemoteRegion
 from fabric_kv.transfers import Transfer
 
 from .engine_peer import LONG, Node, PeerProcess, stamp
-from .fabrics import SLOWER
+from .fabrics import SLOWER, patient, with_rdma
 
 MIB = 1 << 20
 LARGE = 32 * MIB // SLOWER
 # Lost after half a second of silence; before the first sign of life after two.
-WATCHFUL = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10 * SLOWER, "connect_s": 2.0 * SLOWER}
+WATCHFUL = patient(heartbeat_interval_s=0.05, heartbeat_misses=10, connect_s=2.0)
 
 
 def rail_busy_ns(node: Node) -> int:
@@ -124,7 +124,7 @@ def test_a_peer_that_is_stopped_and_goes_on_loses_nothing(
     assert peer.call("get", 0, LARGE) == stamp(7, LARGE).tobytes()
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)  # shm completes in order, over all peers
+@pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)  # shm completes in order, over all peers
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_others_do_not_notice(
     make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess], number: int

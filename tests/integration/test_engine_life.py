@@ -22,6 +22,7 @@ from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, ConfigError, TransferError, WouldBlockError
 
 from .engine_peer import LONG, PeerProcess, left_open, wait_for
+from .fabrics import nics_of, with_rdma
 
 
 def open_engine(provider: Any, **options: Any) -> Engine:
@@ -163,10 +164,10 @@ def test_regions_hold_their_buffers_until_they_are_closed(provider: Any) -> None
         buffer.extend(b"x")
 
 
+@pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)  # shm has one NIC a name
 def test_two_groups_are_two_sets_of_counters_and_memory(provider: Any) -> None:
-    if provider.name == "shm":
-        pytest.skip("shm has one NIC a name")
-    rails = [["127.0.0.1"], ["127.0.0.2", "127.0.0.3"]]
+    first, *others = nics_of(provider.name, 3)
+    rails = [[first], others]
     with Engine(provider.name, groups=rails) as a, Engine(provider.name, groups=rails) as b:
         peer = a.add_peer(b.address)
         source = [a.register(np.full(1 << 20, 1 + group, np.uint8), group=group) for group in range(2)]

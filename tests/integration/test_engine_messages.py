@@ -19,6 +19,7 @@ from fabric_kv.regions import RemoteRegion
 from fabric_kv.transfers import Counter, Transfer
 
 from .engine_peer import LONG, Node, PeerProcess, stamp
+from .fabrics import SLOWER, patient
 
 FRAME = 16384 - 40
 SIZES = [0, 1, FRAME - 1, FRAME, FRAME + 1, 10 * FRAME, (1 << 20) - 1, 1 << 20]
@@ -82,7 +83,7 @@ def test_a_full_inbox_is_not_held_against_the_peers(
     make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess]
 ) -> None:
     """We take nothing for longer than a peer may be silent: their pings wait outside, and that is our doing."""
-    options = {"heartbeat_interval_s": 0.02, "heartbeat_misses": 25}
+    options = patient(heartbeat_interval_s=0.02, heartbeat_misses=25)
     node = make_node(dispatch="manual", max_inbox_bytes=1 << 16, max_message_bytes=1 << 16, **options)
     peer = make_peer(node, monitor=True, **options)
     peer.call("post_numbered", 120, 20_000)
@@ -227,7 +228,7 @@ def test_a_region_in_use_is_not_deregistered(node: Node, peer: PeerProcess) -> N
 
 
 def test_a_wait_for_a_transfer_times_out_with_its_number(node: Node, peer: PeerProcess) -> None:
-    nbytes = 256 << 20
+    nbytes = (256 << 20) // SLOWER
     remote = RemoteRegion.from_bytes(peer.call("register", nbytes))
     node.register(nbytes)
     transfer = node.engine.write(node.peer, node.regions["memory"], 0, remote, 0, nbytes)
@@ -386,7 +387,7 @@ def test_transfers_go_on_while_the_senders_python_holds_the_gil(node: Node, peer
 def test_heartbeats_go_on_while_python_holds_the_gil(
     make_node: Callable[..., Node], make_peer: Callable[..., PeerProcess]
 ) -> None:
-    options = {"heartbeat_interval_s": 0.05, "heartbeat_misses": 10}
+    options = patient(heartbeat_interval_s=0.05, heartbeat_misses=10)
     node = make_node(**options)
     peer = make_peer(node, monitor=True, **options)
     with peer.holding_gil():

@@ -10,7 +10,7 @@ import pytest
 
 from fabric_kv import ConfigError, Engine, EngineOptions, PagePiece, RemoteRegion, TransferError, TransferTimeoutError
 
-from .fabrics import nics_of, with_rdma
+from .fabrics import LONG, nics_of, with_rdma
 
 PAGE = 10_000
 NUM_PAGES = 40
@@ -129,7 +129,7 @@ def test_signals_barriers_and_notifications_carry_no_data(pair: tuple[Engine, En
     there.on_notify(lambda group, value: heard.put((group, value)))
     for value in (0, 1, 0x7FFF):
         here.notify(peer, remote, value).result(10)
-        assert heard.get(timeout=10) == (0, value)
+        assert heard.get(timeout=LONG) == (0, value)
     with pytest.raises(ConfigError, match="32768"):
         here.notify(peer, remote, 1 << 15)
     assert (target == 7).all()

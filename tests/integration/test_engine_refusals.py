@@ -30,6 +30,7 @@ from fabric_kv.regions import CounterToken, EngineAddress, RemoteRegion
 from fabric_kv.transfers import PagePiece
 
 from .engine_peer import LONG, Node, PeerProcess
+from .fabrics import with_rdma
 
 KIB = 1024
 
@@ -108,7 +109,7 @@ def test_regions_of_others(
         structs.replace(remote, rails=(remote.rails[0] * 2,))
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)  # shm has no keys that mean anything
+@pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)  # shm has no keys that mean anything
 def test_a_key_that_nobody_gave_out_writes_nothing_and_harms_no_third(
     node: Node, remote: RemoteRegion, peer: PeerProcess, make_node: Callable[..., Node]
 ) -> None:

@@ -17,15 +17,16 @@ from fabric_kv.engine import Engine
 from fabric_kv.errors import ClosedError, TransferError
 
 from .engine_peer import LONG, left_open
+from .fabrics import nics_of, patient, with_rdma
 
-NICS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+pytestmark = pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)  # shm has one NIC a name
 PAGE = 4096
 PAGES = 1024
 
 
 def open_engine(provider: Any, nics: int, **arguments: Any) -> Engine:
     options = EngineOptions(progress_threads="nic")
-    return Engine(provider.name, nics=NICS[:nics], options=options, **arguments)
+    return Engine(provider.name, nics=nics_of(provider.name, nics), options=options, **arguments)
 
 
 def our_threads() -> list[tuple[str, int]]:
@@ -58,12 +59,6 @@ def exchange(a: Engine, b: Engine) -> list[int]:
         time.sleep(0.002)
     assert sorted(map(len, messages)) == [1000 * i for i in range(20)]
     return [rail["bytes"] for rail in a.describe()["groups"][0]["rails"]]
-
-
-@pytest.fixture(autouse=True)
-def only_with_addresses(provider: Any) -> None:
-    if provider.name == "shm":
-        pytest.skip("shm has one NIC a name")
 
 
 @pytest.mark.parametrize("nics", [1, 2, 3])
@@ -122,11 +117,11 @@ def test_twenty_engines_one_after_the_other_leave_nothing(provider: Any) -> None
 
 
 def test_a_peer_that_falls_silent_is_lost_and_one_that_idles_is_not(provider: Any) -> None:
-    options = EngineOptions(progress_threads="nic", heartbeat_interval_s=0.05, heartbeat_misses=8)
+    options = EngineOptions(progress_threads="nic", **patient(heartbeat_interval_s=0.05, heartbeat_misses=8))
     lost: list[bytes] = []
-    with Engine(provider.name, nics=NICS[:2], options=options) as a:
+    with Engine(provider.name, nics=nics_of(provider.name, 2), options=options) as a:
         a.on_peer_lost(lambda epoch, _reason: lost.append(epoch))
-        b = Engine(provider.name, nics=NICS[:2], options=options)
+        b = Engine(provider.name, nics=nics_of(provider.name, 2), options=options)
         a.add_peer(b.address, monitor=True)
         b.add_peer(a.address, monitor=True)
         time.sleep(1.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .child import LONG, ChildProcess
-from .fabrics import with_rdma
+from .fabrics import SLOWER, with_rdma
 from .shm_queue import stop_without_locks
 
 COUNT = int(os.environ.get("FABRIC_KV_STORM", "150"))  # requests of each decode process
@@ -75,7 +75,7 @@ class Cluster:
         node = side[index]
         if kind.startswith("stop"):
             node.signal(signal.SIGSTOP)
-            time.sleep(self.dice.choice([0.1, 0.3, 1.5]))  # 0.8 s without a sign of life is a loss
+            time.sleep(self.dice.choice([0.1, 0.3, 1.5 * SLOWER]))  # the longest is a loss
             node.signal(signal.SIGCONT)
         elif kind == "kill prefill":
             if self.provider == "shm":  # with a lock it would take the owner of the queue along

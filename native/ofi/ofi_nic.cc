@@ -91,9 +91,9 @@ class OfiNic final : public Nic {
     std::optional<Neighbour> self_;                        // where addresses are names, as shm's
     std::map<PeerAddress, Neighbour::Closed> neighbours_;  // peers in this process
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
-    std::optional<Doorbell> bell_;      // where peers are of this host and the provider has no descriptor
+    std::unique_ptr<Doorbell> bell_;    // where peers are of this host and the provider has no descriptor
     int wait_fd_ = -1;
-    std::optional<Registrations> registrations_;
+    std::unique_ptr<Registrations> registrations_;
     std::set<void*> receive_descs_;  // of all receives that were ever posted
 };
 
@@ -175,7 +175,7 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
     check("fi_ep_bind(cq)", fi_ep_bind(endpoint_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
     check("fi_ep_bind(av)", fi_ep_bind(endpoint_.get(), &av_->fid, 0));
     check("fi_enable", fi_enable(endpoint_.get()));
-    registrations_.emplace(facts_, *info_->domain_attr, domain_.get(), endpoint_.get());
+    registrations_ = std::make_unique<Registrations>(facts_, *info_->domain_attr, domain_.get(), endpoint_.get());
     std::size_t size = 0;
     int rc = fi_getname(&endpoint_->fid, nullptr, &size);
     if (rc && rc != -FI_ETOOSMALL) check("fi_getname", rc);
@@ -183,7 +183,7 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
     check("fi_getname", fi_getname(&endpoint_->fid, address_.data(), &size));
     address_.resize(size);
     if (info_->addr_format == FI_ADDR_STR) self_.emplace(name_of(address_));
-    if (facts_.shared_memory && !facts_.wait_fd) bell_.emplace(name_of(address_), sleeps);
+    if (facts_.shared_memory && !facts_.wait_fd) bell_ = std::make_unique<Doorbell>(name_of(address_), sleeps);
 }
 
 void OfiNic::open_cq() {

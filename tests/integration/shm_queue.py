@@ -1,7 +1,7 @@
 """The locks of shm queues, which libfabric 1.17 keeps in shared memory: whoever is killed with one stops their owners.
 
 >>> with held_lock(name): ...                             # as a peer that was killed does for ever
->>> stop_without_locks(process.pid, [os.getpid()])            # and now it may be killed: nobody waits for what it held
+>>> stop_without_locks(process.pid, [os.getpid()])       # and now it may be killed: nobody waits for what it held
 """
 
 from __future__ import annotations
@@ -60,16 +60,19 @@ def held_lock(name: str) -> Iterator[None]:
 
 def stays_taken(queue: Path) -> bool:
     """Whether nobody releases the lock: its owner and others take it only for moments."""
-    for _ in range(20):
+    for _ in range(5):
         if read_lock(queue) > 0:
             return False
-        time.sleep(0.002)
+        time.sleep(0.001)
     return True
 
 
 def stop_without_locks(victim: int, pids: Iterable[int]) -> None:
-    """SIGSTOP a process at a moment when it holds the lock of no queue of these processes."""
-    queues = [queue for pid in pids for queue in SHARED.glob(f"{pid}-*")]
+    """SIGSTOP a process at a moment when it holds the lock of no queue of these processes, nor that of its own.
+
+    Its own is where they post what they have for it. It holds that lock while it copies what others have posted.
+    """
+    queues = [queue for pid in (victim, *pids) for queue in SHARED.glob(f"{pid}-*")]
 
     def stop() -> bool:
         os.kill(victim, signal.SIGSTOP)
@@ -83,4 +86,4 @@ def stop_without_locks(victim: int, pids: Iterable[int]) -> None:
     deadline = time.monotonic() + 60
     while not stop():
         assert time.monotonic() < deadline, "it always holds a lock"
-        time.sleep(0.0005)
+        time.sleep(0.002)

@@ -123,7 +123,7 @@ class Job:
         elif self.at < total:
             end = min(total, self.at + self.sim.random.randint(1, 9))
             self.chunk = (self.at, end)
-            computed = self.sim.random.random() < 0.2
+            computed = self.sim.random.random() < self.sim.hits
             chunk = Chunk(self.request.key, self.at, end, [self.pages], end == total, computed, self.dp)
             layers = list(range(LAYERS))
             if self.sim.random.random() < 0.3:
@@ -191,6 +191,7 @@ class Sim:
         num_pages=48,
         prove_fences=0.0,
         preempts=0.0,
+        hits=0.2,
         prefill_dp=1,
         decode_dp=1,
         layers_per_group=None,
@@ -202,6 +203,7 @@ class Sim:
         self.fabric.prove_fences = prove_fences
         self.clock = [0.0]
         self.preempts = preempts  # how often, of the scheduler's actions
+        self.hits = hits  # how many of the chunks are in the prefix cache
         self.num_restarts = 0
         self.bounds = bounds
         self.src_page_tokens, self.dst_page_tokens = src_page_tokens, dst_page_tokens

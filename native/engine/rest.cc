@@ -13,6 +13,10 @@ namespace {
 constexpr std::int64_t kSpinNs = 20 * kMicrosecond;
 constexpr std::int64_t kYieldNs = 50 * kMicrosecond;
 constexpr std::int64_t kYieldOutstandingNs = 200 * kMicrosecond;
+// In the middle of a stream, which a few waits in a row show that ended so soon, falling asleep costs more than waiting
+// twice as long as it has taken so far. Heartbeats, also of many peers, are no stream.
+constexpr std::int64_t kStreamGapNs = 500 * kMicrosecond;
+constexpr int kMinStreamWaits = 4;
 constexpr std::int64_t kRetryNs = 100 * kMicrosecond;  // posts that were refused, although no descriptor says so
 // Where nothing wakes us but the clock we sleep for a tenth of the time in which nothing has come: what comes waits
 // little in proportion, and an idle engine looks five hundred times a second.
@@ -35,15 +39,19 @@ Rest::Rest(bool spin, std::vector<Nic*> nics)
       are_sure_(are_rung_ && all(nics_, [](const Nic* nic) { return !nic->wait_is_hint(); })) {}
 
 std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
+    // A round may take milliseconds, in which its NIC copies. It ended when this one began.
+    if (worked_) last_work_ns_ = now;
+    worked_ = situation.worked;
+    const auto idle_ns = now - last_work_ns_;
     if (situation.worked) {
-        last_work_ns_ = now;
+        if (idle_ns > kSpinNs) learn(idle_ns);
         idle_wakes_ = 0;
         return -1;
     }
-    if (spin_) return -1;
-    const auto idle_ns = now - last_work_ns_;
-    if (idle_ns < kSpinNs) return -1;
-    if (idle_ns < (situation.outstanding ? kYieldOutstandingNs : kYieldNs)) return 0;
+    if (spin_ || idle_ns < kSpinNs) return -1;
+    auto yield_ns = situation.outstanding ? kYieldOutstandingNs : kYieldNs;
+    if (stream_waits_ >= kMinStreamWaits) yield_ns = std::max(yield_ns, 2 * longest_wait_ns_);
+    if (idle_ns < yield_ns) return 0;
     std::int64_t timeout_ns;
     nap_ns_ = std::clamp(idle_ns / kNapShare, kShortNapNs, are_rung_ && !is_deaf() ? kRungNapNs : kIdleNapNs);
     if (situation.queued)
@@ -58,6 +66,12 @@ std::int64_t Rest::decide(const Situation& situation, std::int64_t now) {
     if (situation.watches) timeout_ns = std::min(timeout_ns, kShortNapNs);
     if (situation.due_ns) timeout_ns = std::min(timeout_ns, situation.due_ns - now);
     return std::max<std::int64_t>(timeout_ns, 0);
+}
+
+void Rest::learn(std::int64_t waited_ns) {
+    const bool in_stream = waited_ns <= kStreamGapNs;
+    stream_waits_ = in_stream ? stream_waits_ + 1 : 0;
+    longest_wait_ns_ = in_stream ? std::max(longest_wait_ns_, waited_ns) : 0;
 }
 
 void Rest::yield() { std::this_thread::yield(); }

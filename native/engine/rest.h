@@ -51,6 +51,7 @@ class Rest {
 
   private:
     std::int64_t decide(const Situation& situation, std::int64_t now);  // < 0: go on; 0: yield; else the longest sleep
+    void learn(std::int64_t waited_ns);                                 // that work came after so long a wait
     void yield();
     bool collect(bool deaf);  // the descriptors to sleep on; false when a NIC must not be slept on right now
     void sleep(std::int64_t timeout_ns);
@@ -60,11 +61,14 @@ class Rest {
 
     const bool spin_;
     const std::vector<Nic*> nics_;
-    const bool are_rung_;  // every NIC has a descriptor ...
-    const bool are_sure_;  // ... without which nothing comes
-    std::int64_t last_work_ns_ = 0;
-    std::int64_t nap_ns_ = 0;  // how long to sleep by the clock alone
-    int idle_wakes_ = 0;       // by a NIC's descriptor, without finding work, since the last work
+    const bool are_rung_;               // every NIC has a descriptor ...
+    const bool are_sure_;               // ... without which nothing comes
+    bool worked_ = false;               // in the round before
+    std::int64_t last_work_ns_ = 0;     // when the last round that worked ended
+    std::int64_t nap_ns_ = 0;           // how long to sleep by the clock alone
+    int stream_waits_ = 0;              // in a row that ended as soon as in a stream ...
+    std::int64_t longest_wait_ns_ = 0;  // ... of which this was the longest
+    int idle_wakes_ = 0;                // by a NIC's descriptor, without finding work, since the last work
     std::vector<pollfd> fds_;
     std::atomic<bool> sleeping_{false};
     EventFd bell_;

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["room"]
 
@@ -18,7 +19,18 @@ _PROC = Path("/proc")
 _NODES = Path("/sys/devices/system/node")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _UNKNOWN = 1 << 63
+_NO_LIMIT = 1 << 62  # what version 1 of control groups says in place of "max" is more: LONG_MAX, in whole pages
 _KEPT_BACK = 32  # of a node's memory the part that is never counted on: watermarks, and what drops no pages at once
+
+
+class _GroupFiles(NamedTuple):
+    limit: str
+    used: str
+    cache: tuple[str, str]  # in memory.stat, of the group and those below
+
+
+_VERSION_2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 
 
 def room(numa_node: int | None = None) -> tuple[int, str]:
@@ -46,26 +58,34 @@ def _of_node(node: int | None) -> Iterator[tuple[int, str]]:
 
 
 def _of_control_groups() -> Iterator[tuple[int, str]]:
-    """By Linux's Documentation/admin-guide/cgroup-v2.rst; those of version 1 are not looked at."""
+    """By Linux's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if own is None or ".." in Path(own).parts:  # as seen from outside of our namespace
-        return
-    folder = _CONTROL_GROUPS / own
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if ".." in Path(own).parts:  # as seen from outside of our namespace
+            continue
+        if not controllers:
+            yield from _of_hierarchy(_CONTROL_GROUPS, own, _VERSION_2)
+        elif "memory" in controllers.split(","):
+            yield from _of_hierarchy(_CONTROL_GROUPS / "memory", own, _VERSION_1)
+
+
+def _of_hierarchy(root: Path, own: str, files: _GroupFiles) -> Iterator[tuple[int, str]]:
+    folder = root / own.lstrip("/")
     for group in (folder, *folder.parents):
-        if not group.is_relative_to(_CONTROL_GROUPS):
+        if not group.is_relative_to(root):
             return
         try:
-            limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+            limit, used = ((group / name).read_text().strip() for name in (files.limit, files.used))
             stat = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         except OSError:
-            continue  # the root has none, and a container may not show them
-        if limit != "max":
-            cache = sum(int(value) for name, value in stat if name in ("active_file", "inactive_file"))
-            yield max(int(limit) - int(used) + cache, 0), f"the control group {group} (memory.max={limit})"
+            continue  # version 2's root has none, and a container may not show those above its own
+        if limit != "max" and int(limit) < _NO_LIMIT:
+            cache = sum(int(value) for name, value in stat if name in files.cache)
+            yield max(int(limit) - int(used) + cache, 0), f"the control group {group} ({files.limit}={limit})"
 
 
 def _figures(path: Path) -> dict[str, int]:

@@ -11,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,22 +269,53 @@ except AllocationError as error:
 """
 
 
-@in_the_lab
-def test_more_than_a_control_group_may_have_is_an_error_and_nobody_is_killed() -> None:
+@contextmanager
+def control_groups(version: int) -> Iterator[tuple[Path, str]]:
+    """A hierarchy of control groups, where our library looks for it, and the name of the limit on their memory."""
     root = Path("/sys/fs/cgroup")
-    if not (root / "cgroup.procs").exists():
-        subprocess.run(["mount", "-t", "cgroup2", "none", str(root)], check=True, timeout=LONG)
-    (root / "cgroup.subtree_control").write_text("+memory")
-    group = root / "fabric_kv"
-    group.mkdir()
+    if version == 2:
+        kind, folder, limit = ["-t", "cgroup2"], root, "memory.max"
+    else:
+        mount("-t", "tmpfs", "none", str(root))
+        kind, folder, limit = ["-t", "cgroup", "-o", "memory"], root / "memory", "memory.limit_in_bytes"
+        folder.mkdir()
+    mount(*kind, "none", str(folder))
     try:
-        (group / "memory.max").write_text(str(256 * MIB))
-        command = [sys.executable, "-c", IN_A_GROUP, str(group)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=environment())
+        if version == 2:
+            (folder / "cgroup.subtree_control").write_text("+memory")
+        yield folder, limit
     finally:
-        group.rmdir()
+        if version == 2:  # or version 1 could not have it
+            (folder / "cgroup.subtree_control").write_text("-memory")
+        for path in [folder] if version == 2 else [folder, root]:
+            subprocess.run(["umount", str(path)], check=True, timeout=LONG)
+
+
+def mount(*words: str) -> None:
+    """Mount it. The other version keeps the memory controller until pages of its former groups have been dropped."""
+    deadline = time.monotonic() + LONG
+    while True:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        if not (status := subprocess.run(["mount", *words], timeout=LONG).returncode):
+            return
+        assert time.monotonic() < deadline, f"mount {' '.join(words)}: exit status {status}"
+        time.sleep(0.2)
+
+
+@in_the_lab
+@pytest.mark.parametrize("version", [2, 1])
+def test_more_than_a_control_group_may_have_is_an_error_and_nobody_is_killed(version: int) -> None:
+    with control_groups(version) as (root, limit):
+        group = root / "fabric_kv"
+        group.mkdir()
+        try:
+            (group / limit).write_text(str(256 * MIB))
+            command = [sys.executable, "-c", IN_A_GROUP, str(group)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=environment())
+        finally:
+            group.rmdir()
     assert done.returncode == 0, done
-    assert f"the control group {group} (memory.max={256 * MIB}) has" in done.stdout
+    assert f"the control group {group} ({limit}={256 * MIB}) has" in done.stdout
 
 
 # -- locked memory -----------------------------------------------------------------------------------------------------

@@ -66,6 +66,29 @@ def test_every_control_group_above_counts(machine: Path) -> None:
     assert room.room() == (5000 * KIB, "this machine")
 
 
+def old_group(path: Path, limit: int, used: int = 0, total_inactive_file: int = 0) -> None:
+    write(path / "memory.limit_in_bytes", str(limit))
+    write(path / "memory.usage_in_bytes", str(used))
+    write(path / "memory.stat", "inactive_file 1", f"total_inactive_file {total_inactive_file}", "total_active_file 5")
+
+
+def test_control_groups_of_version_1_count_as_well(machine: Path) -> None:
+    write(machine / "proc/self/cgroup", "7:hugetlb,memory:/docker/0123", "3:cpu:/elsewhere", "0::/pod")
+    old = machine / "groups/memory"
+    old_group(old, 0x7FFFFFFFFFFFF000)
+    assert room.room() == (5000 * KIB, "this machine")
+    old_group(old, 4096000, used=1000, total_inactive_file=95)  # a container's own group is its root
+    found, who = room.room()
+    assert found == 4096000 - 1000 + 95 + 5
+    assert f"{old} (memory.limit_in_bytes=4096000)" in who
+    old_group(old / "docker/0123", 8192, used=192)
+    assert room.room()[0] == 8000 + 5
+    group(machine / "groups/pod", "7000", used=1)
+    assert room.room()[0] == 6999 + 5
+    write(machine / "proc/self/cgroup", "7:memory:/../other")
+    assert room.room() == (5000 * KIB, "this machine")
+
+
 def test_what_is_not_there_is_refused_before_any_page_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(host, "room", lambda node: (8191, f"node {node} of the test"))

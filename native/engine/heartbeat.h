@@ -36,10 +36,12 @@ class Heartbeat {
   public:
     explicit Heartbeat(const HeartbeatOptions& options) : options_(options) {}
 
+    // Again: nothing new, but for another Peer of the same epoch. The one before it was removed, and may not have been
+    // let go of yet.
     void watch(std::shared_ptr<Peer> peer, std::int64_t now) {
-        watched_.try_emplace(peer->epoch, Entry{peer, now, now, false});
+        auto& entry = watched_[peer->epoch];
+        if (entry.peer != peer) entry = {std::move(peer), now, now, false};
     }
-    void forget(const Epoch& epoch) { watched_.erase(epoch); }
     bool empty() const { return watched_.empty(); }
     std::int64_t interval_ns() const { return options_.interval_ns; }
 

@@ -163,10 +163,6 @@ bool Group::take_submissions() {
 bool Group::poll_rail(Rail& rail, std::int64_t now) {
     std::array<Completion, 64> completions;
     const int n = rail.nic().poll(completions);
-    if (n != 0) {
-        rail.last_progress_ns = now;
-        rail.stalled = false;
-    }
     for (int i = 0; i < n; ++i) {
         const auto& completion = completions[i];
         auto* op = reinterpret_cast<Op*>(completion.context);
@@ -192,6 +188,10 @@ bool Group::poll_rail(Rail& rail, std::int64_t now) {
             worked = true;
         }
     }
+    if (worked) {  // a queue that cannot be read, and has no error to show either, makes no progress
+        rail.last_progress_ns = now;
+        rail.stalled = false;
+    }
     return worked;
 }
 
@@ -206,7 +206,7 @@ void Group::on_failure(Rail& rail, FailedCompletion failure, std::int64_t now) {
         rail.repost(op);
     } else {
         op->link->last_progress_ns = now;
-        sender_.on_failed(rail, op, std::move(failure.error));
+        sender_.on_failed(rail, op, std::move(failure.error), now);
     }
 }
 

@@ -3,12 +3,14 @@
 // Threads: a side's links belong to the progress thread of our group; the rest is constant or atomic.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "base/clock.h"
 #include "engine/process.h"
 #include "engine/region.h"
 #include "engine/stats.h"
@@ -20,6 +22,25 @@ struct Transfer;
 struct Peer {
     // One of our rails paired with one of the peer's; belongs to our group's progress thread.
     struct Link {
+        static constexpr std::int64_t kAvoidedNs = 100 * kMillisecond, kLongestAvoidedNs = 2 * kSecond;
+        // An operation has failed. The others in flight do so, too, which says nothing new.
+        void failed(std::int64_t now) {
+            if (avoided_for_ns && !tried) return;
+            avoided_for_ns = std::clamp(2 * avoided_for_ns, kAvoidedNs, kLongestAvoidedNs);
+            avoided_until_ns = now + avoided_for_ns;
+            tried = false;
+        }
+        // An operation was posted: if it tries the link again, the others wait for what becomes of it.
+        void posted(std::int64_t now) {
+            if (!avoided_for_ns) return;
+            avoided_until_ns = now + avoided_for_ns;
+            tried = true;
+        }
+        void works() {
+            avoided_until_ns = avoided_for_ns = 0;
+            tried = false;
+        }
+
         std::uint32_t local_rail;
         std::uint32_t remote_rail;
         PeerAddress address;
@@ -31,8 +52,13 @@ struct Peer {
         // Of batches: beyond so many in flight the provider may refuse one, as it did since the link was last idle. It
         // also refuses early when the target pauses: such a bound grows again.
         std::uint32_t most_ops = kNoBound;
-        std::uint64_t kept_for = 0;         // the transfer for which room is kept ...
-        std::int64_t kept_until_ns = 0;     // ... until then
+        std::uint64_t kept_for = 0;      // the transfer for which room is kept ...
+        std::int64_t kept_until_ns = 0;  // ... until then
+        // What fails at once has nothing in flight and would take everything: after a failure others go first for a
+        // while, longer each time, and one write tries it again.
+        std::int64_t avoided_until_ns = 0;
+        std::int64_t avoided_for_ns = 0;    // 0: the last one did not fail
+        bool tried = false;                 // again, and it is not known yet how that went
         std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
         std::int64_t reported_ns = 0;       // when it was last said that nothing completes
     };

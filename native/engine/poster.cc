@@ -16,7 +16,8 @@ constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing a
 constexpr std::uint64_t kMaxPeerBytes = 4 << 20;   // bulk in flight to one peer on one rail: above bandwidth x delay
 constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
 constexpr std::uint32_t kEnoughOps = 64;           // in flight to one peer on one rail to keep it busy
-constexpr std::int64_t kKeptNs = kMillisecond;     // room that a batch waits for
+constexpr std::int64_t kKeptNs = kMillisecond;     // room that a batch waits for ...
+constexpr std::int64_t kLongestWaitNs = 100 * kMillisecond;  // ... before its writes go as there is room for each
 constexpr std::uint32_t kMaxBatch = 16;  // writes with one immediate: it costs little more than one write then
 
 OpError detail_of(const Error& error) {
@@ -154,7 +155,7 @@ PostResult Poster::post_planned(Transfer& transfer, std::int64_t now) {
         auto& links = links_to(*transfer.peer, transfer.planned.piece->dst->group);
         if (links.size() == 1) return post_write_on(transfer, links[0], now);
         // The pair that would be through with it first takes it, by what is in flight and how fast its NIC is; if that
-        // one is full, the next one.
+        // one is full, the next one. Pairs that have failed come last.
         std::array<Peer::Link*, kMaxLinks> order;
         const auto count = std::min(links.size(), order.size());
         for (std::size_t i = 0; i < count; ++i) order[i] = &links[i];
@@ -162,8 +163,8 @@ PostResult Poster::post_planned(Transfer& transfer, std::int64_t now) {
             // The pair's number decides last: an order without ties, and no need for a stable sort, which allocates.
             const auto &one = *rails_[a->local_rail], &other = *rails_[b->local_rail];
             const auto nbytes = transfer.planned.nbytes;
-            return std::tuple(one.busy_for(nbytes), a->bytes_in_flight, a - links.data()) <
-                   std::tuple(other.busy_for(nbytes), b->bytes_in_flight, b - links.data());
+            return std::tuple(now < a->avoided_until_ns, one.busy_for(nbytes), a->bytes_in_flight, a - links.data()) <
+                   std::tuple(now < b->avoided_until_ns, other.busy_for(nbytes), b->bytes_in_flight, b - links.data());
         });
         for (std::size_t i = 0; i < count; ++i)
             if (const auto result = post_write_on(transfer, *order[i], now); result != PostResult::kAgain)
@@ -216,10 +217,13 @@ bool may_defer(const Transfer& transfer, const Rail& rail, const Peer::Link& lin
 
 // A full queue has room for one write after the other. While enough are under way, a batch waits until all of it has,
 // and nobody takes the room away meanwhile: for a moment, since who waits may be gone the next time.
-bool waits_for_room(const Transfer& transfer, const Rail& rail, Peer::Link& link, std::int64_t now) {
+bool waits_for_room(Transfer& transfer, const Rail& rail, Peer::Link& link, std::int64_t now) {
     if (transfer.urgent || transfer.batch.link || link.ops_in_flight == 0) return false;
     const bool is_free = link.ops_in_flight < kMaxBatch || rail.has_room(link, kMaxBatch);
     if (is_free && link.ops_in_flight + kMaxBatch <= link.most_ops) return false;
+    // Small writes, which wait for nobody, may take the room again and again.
+    if (transfer.waits_since_ns == 0) transfer.waits_since_ns = now;
+    if (now - transfer.waits_since_ns > kLongestWaitNs) return false;
     link.kept_for = transfer.id;
     link.kept_until_ns = now + kKeptNs;
     return true;
@@ -230,6 +234,7 @@ void advance(Transfer& transfer, Peer::Link& link, bool defers, PostResult resul
     auto& batch = transfer.batch;
     if (result == PostResult::kOk) {
         link.kept_until_ns = 0;
+        if (defers) transfer.waits_since_ns = 0;
         const auto units = batch.units + transfer.planned.units, nbytes = batch.nbytes + transfer.planned.nbytes;
         batch = defers ? Batch{&link, batch.num_writes + 1, units, nbytes} : Batch{};
         if (!defers && link.most_ops < kEnoughOps) ++link.most_ops;
@@ -282,6 +287,8 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     const auto result = rail.nic().post_write(write);
     if (sampled && result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
     if (defers || transfer.batch.link) advance(transfer, link, defers, result);
+    if (result == PostResult::kOk) link.posted(now);
+    if (result == PostResult::kFailed) link.failed(now);
     return posted(result, op, rail, transfer);
 }
 

@@ -7,7 +7,8 @@ namespace fkv {
 namespace {
 
 constexpr std::size_t kMessagesPerTurn = 64;  // of a peer, before the next one's turn
-constexpr std::size_t kTurnsPerRound = 16;    // transfers served between two looks at the completion queues
+constexpr std::size_t kTurnsPerRound = 16;    // transfers served between two looks at the completion queues ...
+constexpr std::size_t kLooksPerRound = 512;   // ... and looked at, where most wait for a peer that takes nothing
 }  // namespace
 
 Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails,
@@ -123,13 +124,13 @@ void Sender::sweep(std::int64_t now) {
 }
 
 bool Sender::post_turns(Queue& queue, std::int64_t now) {
-    bool worked = false;
-    for (std::size_t turn = std::min(queue.size(), kTurnsPerRound); turn > 0; --turn) {
+    std::size_t turns = 0;
+    for (std::size_t look = std::min(queue.size(), kLooksPerRound); look > 0 && turns < kTurnsPerRound; --look) {
         auto* t = queue.front();
         queue.pop_front();
         const auto outstanding = t->outstanding;
         const bool stopped = must_stop(*t, now) || poster_.post_some(*t, now) == PostResult::kFailed || t->all_posted;
-        worked |= stopped || t->outstanding != outstanding;
+        turns += stopped || t->outstanding != outstanding;
         if (stopped) {
             stop_posting(*t);
         } else if (t->waits_for) {
@@ -140,7 +141,7 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
             queue.push_back(t);
         }
     }
-    return worked;
+    return turns > 0;
 }
 
 bool Sender::anything_outstanding() const {
@@ -151,6 +152,7 @@ bool Sender::anything_outstanding() const {
 
 void Sender::on_sent(Rail& rail, Op* op, std::int64_t now) {
     rail.stats.completions.add(1);
+    op->link->works();
     if (op->kind == Op::Kind::kWrite) {
         const auto us = static_cast<std::uint64_t>(now - op->posted_ns) / 1000;
         rail.stats.write_latency.add(us);
@@ -160,8 +162,9 @@ void Sender::on_sent(Rail& rail, Op* op, std::int64_t now) {
     retire(rail, op);
 }
 
-void Sender::on_failed(Rail& rail, Op* op, OpError error) {
+void Sender::on_failed(Rail& rail, Op* op, OpError error, std::int64_t now) {
     op->link->stats->errors.add(1);
+    op->link->failed(now);
     if (auto* transfer = op->transfer) {
         if (op->kind == Op::Kind::kWrite) transfer->failed_pages.push_back(op->pages);
         transfer->fail(std::move(error));

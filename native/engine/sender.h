@@ -55,7 +55,7 @@ class Sender {
     bool empty() const { return live_.empty(); }
 
     void on_sent(Rail& rail, Op* op, std::int64_t now);
-    void on_failed(Rail& rail, Op* op, OpError error);
+    void on_failed(Rail& rail, Op* op, OpError error, std::int64_t now);
     // An error that no operation owns up to: everything on this endpoint fails, and stays owned until it is retired.
     void on_unattributed(Rail& rail, const OpError& error);
 

@@ -65,9 +65,10 @@ struct Transfer {
     PlannedWrite planned{};
     PlannedWrite following{};  // the one after it, where that one may answer for it
     Batch batch;
-    std::size_t message_offset = 0;  // of the next frame
-    std::size_t next_link = 0;       // kFlush, kConnect: to post on
-    bool has_planned = false;        // `planned` was taken from the cursor and could not be posted yet
+    std::int64_t waits_since_ns = 0;  // for room for a batch; 0: it does not
+    std::size_t message_offset = 0;   // of the next frame
+    std::size_t next_link = 0;        // kFlush, kConnect: to post on
+    bool has_planned = false;         // `planned` was taken from the cursor and could not be posted yet
     bool has_following = false;
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be

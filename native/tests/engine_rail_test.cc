@@ -56,5 +56,33 @@ TEST_F(EngineRail, a_stopped_rail_does_not_hold_up_the_others) {
     cluster.fabric.release(stuck);
 }
 
+// What fails at once has nothing in flight, and is no reason to give it the next write as well.
+TEST_F(EngineRail, a_rail_that_fails_is_tried_now_and_then) {
+    start({100, 100});
+    cluster.fabric.release(held);
+    const auto broken = cluster.fabric.add_rule({.step = Step::kArrive,
+                                                 .match = [&](const OpView& op) { return op.src == a->nics[0][0]; },
+                                                 .times = Rule::kAlways,
+                                                 .action = Action::kFail});
+    const auto write = [&] {  // of a page on each rail, where both are free
+        const auto id = a->write_pages(*b, 0, 0, 2, 64)->id;
+        EXPECT_TRUE(cluster.wait([&] { return a->ended(id); })) << cluster.where();
+        return a->ended(id)->outcome;
+    };
+    unsigned failed = 0;
+    const auto begin = now_ns();
+    for (int i = 0; i < 200; ++i) failed += write() != Outcome::kOk;
+    EXPECT_GE(failed, 1u);
+    EXPECT_LE(failed, 1 + static_cast<unsigned>((now_ns() - begin) / Peer::Link::kAvoidedNs));
+
+    // It works again, which the next one that tries it finds out.
+    cluster.fabric.release(broken);
+    const auto before = posted(0);
+    EXPECT_TRUE(cluster.wait([&] {
+        write();
+        return posted(0) > before + 3;
+    })) << cluster.where();
+}
+
 }  // namespace
 }  // namespace fkv::test

@@ -171,6 +171,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         From ``cancel`` to the peer's confirmation that nothing more can land; beyond it the pages are poisoned.
     fence_s : float
         How long a lost peer's requests wait for proof that it can write no more; beyond it the pages are poisoned.
+    count_s : float
+        Once the prefill side says that all writes of a request have completed: how long decode waits for the next of
+        its units; beyond it they are lost, and the pages are poisoned.
     drain_s : float
         How long ``close`` waits for requests in flight.
     """
@@ -181,6 +184,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float = 120.0
     cancel_s: float = 5.0
     fence_s: float = 0.5
+    count_s: float = 5.0
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -39,6 +39,8 @@ _log = logging.getLogger("fabric_kv.messenger")
 
 # Keys of requests that ended, so that a step which races with the end is told apart from a wrong key.
 MAX_ENDED_KEYS = 65536
+# How long it takes to tell decode that requests are written: one message for many of them. It waits for none.
+WRITTEN_S = 0.25
 
 
 class _Rejection(ConfigError):
@@ -155,10 +157,11 @@ class PrefillRequests(PrefillSessions):
             return
         # Ended before, or the Cancel overtook its request, which then never starts.
         session.seen.add(generation)
+        written = session.was_written(generation)
         self._say_clean(
             session,
             session.was_clean(generation),
-            lambda clean: session.link.send(wire.CancelConfirm(generation, clean)),
+            lambda clean: session.link.send(wire.CancelConfirm(generation, clean, written)),
         )
 
     # --- The life of a request ----------------------------------------------------------------------------------------
@@ -185,9 +188,13 @@ class PrefillRequests(PrefillSessions):
                 self._counts["stalls"] += 1
                 link.send(wire.Stalled(generation, serve.stalled or ""))
             case ServeEffect.SEND_CONFIRM:
+                written = serve.phase is ServeState.RELEASED
                 self._say_clean(
-                    session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean))
+                    session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean, written))
                 )
+            case ServeEffect.TELL_WRITTEN:
+                if session.note_written(generation):
+                    self._actor.after(WRITTEN_S, partial(self._tell_written, session))
             case ServeEffect.STOP_POSTING:
                 self._poster.stop(serving)
             case ServeEffect.END:

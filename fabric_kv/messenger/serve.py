@@ -42,6 +42,7 @@ class ServeEffect(enum.Enum):
     SEND_REJECT = enum.auto()
     SEND_FAIL = enum.auto()
     SEND_CONFIRM = enum.auto()
+    TELL_WRITTEN = enum.auto()  # some time soon
 
 
 class Serve(msgspec.Struct, frozen=True):
@@ -183,5 +184,7 @@ def _settle(serve: Serve) -> ServeResult:
             effects.append(ServeEffect.SEND_CONFIRM)
         return replace(serve, phase=serve.cause), tuple(effects)
     if serve.phase is ServeState.SERVING and serve.all_planned and serve.posted == serve.planned:
-        return replace(serve, phase=ServeState.RELEASED), (ServeEffect.END,)
+        # Decode knows better, unless something has been lost on the way: it then knows that it waits for nothing.
+        end = (ServeEffect.END, ServeEffect.TELL_WRITTEN) if serve.reachable else (ServeEffect.END,)
+        return replace(serve, phase=ServeState.RELEASED), end
     return serve, ()

@@ -27,7 +27,9 @@ from .fabrics import nics_of, patient
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0
 BOUNDS = Bounds(
-    **patient(handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+    **patient(
+        handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, count_s=5.0, drain_s=0.5
+    )
 )
 # Two seconds: a process that only waits for a core is not to be called lost.
 OPTIONS = EngineOptions(**patient(heartbeat_interval_s=0.1, heartbeat_misses=20))

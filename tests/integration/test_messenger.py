@@ -23,7 +23,7 @@ from fabric_kv.errors import (
     RequestRejectedError,
     RequestTimeoutError,
 )
-from fabric_kv.messenger import Chunk, RequestState
+from fabric_kv.messenger import Chunk, RequestState, wire
 from fabric_kv.regions import EngineAddress
 
 from .child import LONG, ChildProcess
@@ -397,7 +397,7 @@ def test_random_bytes_on_the_control_path_change_nothing(start, seed):
     dice = np.random.default_rng(seed)
     target = liar.engine.add_peer(prefill.address)
     for size in (0, 1, 4, 100, 20_000, 1 << 20):
-        for prefix in (b"", b"FKV\x01", b"FKV\x03"):
+        for prefix in (b"", b"FKV\x01", b"FKV" + bytes([wire.PROTOCOL_VERSION])):
             liar.engine.send(target, prefix + dice.bytes(size)).result(LONG)
     peer = decode.messenger.connect(prefill.address)
     next_one_works(prefill, decode, peer)

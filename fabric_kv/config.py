@@ -50,8 +50,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         How long a monitored peer may stay silent before its first sign of life.
     stall_s : float
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``, and one
-        that completes nothing to one peer to ``Engine.on_held_up``: requests of a messenger that wait for it are
-        stalled.
+        that completes nothing to one peer, or takes nothing for it, to ``Engine.on_held_up``: requests of a messenger
+        that wait for it are stalled.
     close_s : float
         How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
         only where the provider does not return from a call.

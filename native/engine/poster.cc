@@ -285,9 +285,24 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     return posted(result, op, rail, transfer);
 }
 
+namespace {
+
+// Takes back what was not posted, and books for its link what the NIC said.
+void book(PostResult result, Op* op, Rail& rail) {
+    auto& link = *op->link;
+    const auto now = op->posted_ns;
+    if (result != PostResult::kOk) rail.free_op(op);
+    if (result != PostResult::kAgain || link.ops_in_flight > 0)
+        link.refused_ns = 0;
+    else if (link.refused_ns == 0)
+        link.refused_ns = now;
+}
+
+}  // namespace
+
 PostResult Poster::posted(PostResult result, Op* op, Rail& rail, Transfer& transfer) {
+    book(result, op, rail);
     if (result != PostResult::kOk) {
-        rail.free_op(op);
         if (result == PostResult::kAgain)
             rail.stats.again.add(1);
         else
@@ -400,9 +415,32 @@ PostResult Poster::post_frame(const FrameHeader& header, std::span<const std::by
     std::memcpy(op->frame, &header, sizeof header);
     if (!payload.empty()) std::memcpy(op->frame + sizeof header, payload.data(), payload.size());
     const auto result = rail.post_frame(op);
-    if (result != PostResult::kOk) rail.free_op(op);
+    book(result, op, rail);
     if (result == PostResult::kFailed && transfer) transfer->fail(rail.nic().last_post_error());
     return result;
+}
+
+std::span<Peer::Link> Poster::next_links(const Transfer& transfer) {
+    if (transfer.kind == Transfer::Kind::kMessage) return std::span(links_to(*transfer.peer, 0)).first(1);
+    if (transfer.batch.link) return {transfer.batch.link, 1};
+    if (!transfer.signal_dst && !transfer.has_planned) return {};  // it stops
+    if (!transfer.signal_dst) return links_to(*transfer.peer, transfer.planned.piece->dst->group);
+    return std::span(links_to(*transfer.peer, transfer.signal_dst->group)).subspan(transfer.next_link, 1);
+}
+
+std::string Poster::why_held_up(const Transfer& transfer, std::int64_t now, std::int64_t for_ns) {
+    if (transfer.waits_since_ns == 0 || now - transfer.waits_since_ns < for_ns) return {};
+    std::string why;
+    for (const auto& link : next_links(transfer)) {
+        const auto since = link.ops_in_flight > 0 ? link.last_progress_ns : link.refused_ns;
+        if (since == 0 || now - since < for_ns) return {};
+        const auto& info = rails_[link.local_rail]->info();
+        why += (why.empty() ? "" : "; ") + info.provider + " NIC " + info.domain +
+               (link.ops_in_flight > 0 ? " has completed nothing to the peer for "
+                                       : " takes nothing for the peer, as if it could not connect, for ") +
+               std::to_string((now - since) / kMillisecond) + " ms";
+    }
+    return why;
 }
 
 bool Poster::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {

@@ -56,7 +56,10 @@ bool Sender::post_messages(std::int64_t now) {
         talking_.pop_front();
         for (std::size_t n = kMessagesPerTurn; n > 0 && !messages.empty(); --n) {
             auto* t = messages.front();
-            if (!must_stop(*t, now) && poster_.post_some(*t, now) == PostResult::kAgain) break;
+            if (!must_stop(*t, now) && poster_.post_some(*t, now) == PostResult::kAgain) {
+                if (t->waits_since_ns == 0) t->waits_since_ns = now;
+                break;
+            }
             messages.pop_front();
             worked = true;
             stop_posting(*t);
@@ -129,7 +132,12 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
         queue.pop_front();
         const auto outstanding = t->outstanding;
         const bool stopped = must_stop(*t, now) || poster_.post_some(*t, now) == PostResult::kFailed || t->all_posted;
-        worked |= stopped || t->outstanding != outstanding;
+        const bool posted = t->outstanding != outstanding;
+        worked |= stopped || posted;
+        if (posted || t->waits_for)
+            t->waits_since_ns = 0;
+        else if (t->waits_since_ns == 0)
+            t->waits_since_ns = now;
         if (stopped) {
             stop_posting(*t);
         } else if (t->waits_for) {

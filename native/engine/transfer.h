@@ -76,6 +76,8 @@ struct Transfer {
     bool expired = false;         // its deadline passed before everything was posted
     std::uint32_t outstanding = 0;
     std::uint32_t outstanding_plain = 0;  // writes without an immediate that a later immediate answers for
+    std::int64_t waits_since_ns = 0;      // for a rail that takes its next operation; 0: it does not
+    std::int64_t reported_ns = 0;         // when it was last said that it is held up
     std::size_t live_index = 0;           // in the sender's list of transfers
     std::uint64_t bytes_done = 0;
     OpError error;

@@ -68,7 +68,7 @@ def pages_of(values):
 class PrefillNode:
     """Computes requests one after the other on a thread of its own."""
 
-    def __init__(self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp"):
+    def __init__(self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp", options=OPTIONS, bounds=BOUNDS):
         self.tell = tell
         self.spec, self.arrays = make_cache(tp_size, SPOILT)
         self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
@@ -76,10 +76,10 @@ class PrefillNode:
         self.pages, self.queue = {}, []
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
         self.word = None  # to bump it, as a GPU would, instead of calling layer_done
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
+        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
         tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
-        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
+        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, bounds, tail=tails)
         self.thread = threading.Thread(target=self.compute, daemon=True)
         self.thread.start()
 
@@ -170,11 +170,11 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread"):
+    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread", engine=None):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
         options = msgspec.structs.replace(OPTIONS, dispatch=dispatch)
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
+        self.engine = engine or Engine(provider, nics=nics_of(provider, num_nics), options=options)
         self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)

@@ -409,7 +409,7 @@ def test_no_word_of_the_peer_proves_pages_clean_that_miss_what_it_has_written():
 
 def test_a_released_request_is_told_as_written_unless_nobody_listens():
     events = (Accepted(), Planned(1), Posted(), AllPlanned())
-    assert run(Serve(), serve_step, *events, Retired())[1][-2:] == [ServeEffect.END, ServeEffect.TELL_WRITTEN]
+    assert run(Serve(), serve_step, *events, Retired())[1][-2:] == [ServeEffect.TELL_WRITTEN, ServeEffect.END]
     serve, effects = run(Serve(), serve_step, *events, Retired("cancelled"))
     assert (serve.phase, ServeEffect.TELL_WRITTEN in effects) == (ServeState.FAILED, False)
 

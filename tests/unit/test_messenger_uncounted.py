@@ -166,6 +166,21 @@ def test_news_of_many_requests_is_one_message(seed):
     assert counts(sim.decode).get("late", 0) == late, "it is no news where all has come"
 
 
+def test_what_is_written_while_prefill_drains_is_told_before_its_goodbye(seed):
+    sim, sent = Sim(seed), []
+    send = sim.prefill_engine.send
+    sim.prefill_engine.send = lambda peer, payload: sent.append(wire.decode(payload)) or send(peer, payload)
+    sim.fabric.lose_counts = 1
+    fetch = sim.submit(10)
+    sim.run(lambda: any(job.finished for job in sim.scheduler.jobs.values()))
+    sim.prefill._begin_close(100.0)
+    sim.settle()
+    number = sim.peer._session
+    assert sent[-2:] == [wire.Written([number]), wire.Goodbye(number, quiescent=True)]
+    sim.run(fetch.handle.done)
+    assert not fetch.error.pages_clean
+
+
 def test_who_closes_says_before_what_is_written(seed):
     sim = Sim(seed)
     fetch = lose_one(sim)

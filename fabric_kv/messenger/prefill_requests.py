@@ -24,6 +24,7 @@ from .scheduler import Reject, RequestKey, Scheduler
 from .serve import ServeEffect, ServeEvent
 from .serving import Serving, error_of
 from .sessions import Session
+from .sources import SourceCheck, SourcesChangedError
 from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState, Stalled
 from .steps import Steps
 from .timeline import Timeline, log_end
@@ -64,10 +65,12 @@ class PrefillRequests(PrefillSessions):
         bounds: Bounds,
         admission: Admission,
         actor: Actor | None,
+        sources: SourceCheck | None,
     ) -> None:
         super().__init__(engine, spec, regions, tail, bounds, admission, actor)
         self._scheduler = scheduler
-        self._poster = Poster(self._actor, engine, tail, self._on_retired, self._on_refused_post)
+        self._sources = sources
+        self._poster = Poster(self._actor, engine, tail, self._on_retired, self._on_refused_post, sources)
         # The next three are guarded by the poster's lock.
         self._serving: dict[RequestKey, Serving] = {}
         self._ended: dict[RequestKey, None] = {}  # In order of their end.
@@ -205,6 +208,9 @@ class PrefillRequests(PrefillSessions):
         if error is None:
             self._apply(outflow, Retired())
         else:
+            if isinstance(error, SourcesChangedError):
+                self._counts["changed_sources"] += 1
+                _log.error("%s: %s", outflow.key_text, error)
             self._apply(outflow, Retired(str(error)[: wire.MAX_REASON_CHARS], may_still_land(error)))
         self._tell_if_quiet(outflow)
 

@@ -195,6 +195,7 @@ class Sim:
         decode_dp=1,
         layers_per_group=None,
         admission=Admission(),
+        check_sources=False,
     ):
         print(f"seed {seed}")
         self.random = random.Random(seed)
@@ -223,6 +224,7 @@ class Sim:
             bounds,
             tail=self.prefill_tails,
             admission=admission,
+            check_sources=check_sources,
             actor=self.prefill_actor,
         )
         self.decode = DecodeMessenger(

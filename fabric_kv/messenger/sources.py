@@ -10,6 +10,7 @@ A scheduler that reuses a page before ``on_released`` sends another request's ca
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ..buffers import locate
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,11 +105,14 @@ class SourceCheck:
 
 
 def _bytes_of(region: MemoryRegion) -> NDArray[np.uint8]:
+    owner = region._owner
+    if isinstance(owner, tuple):  # what holds the memory, and what was registered: see buffers.py
+        owner = owner[1]
     try:
-        array = np.asarray(region._owner)
-        memory = array.reshape(-1).view(np.uint8)  # A copy, if it must be: then it is refused below.
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"check_sources cannot read {region!r}: {error}. Hint: it needs memory of the host") from None
-    if memory.nbytes != region.nbytes or not np.shares_memory(memory, array):
-        raise ConfigError(f"check_sources cannot read {region!r} as bytes. Hint: it needs a contiguous array")
-    return memory
+        found = locate(owner)
+    except ConfigError as error:
+        raise ConfigError(f"check_sources cannot read {region!r}: {error}") from None
+    if found.device != "cpu" or found.nbytes != region.nbytes:
+        raise ConfigError(f"check_sources cannot read {region!r} on {found.device}: it needs memory of the host")
+    # The region keeps the memory alive, and the check its regions.
+    return np.ctypeslib.as_array((ctypes.c_uint8 * found.nbytes).from_address(found.address))

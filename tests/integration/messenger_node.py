@@ -68,7 +68,9 @@ def pages_of(values):
 class PrefillNode:
     """Computes requests one after the other on a thread of its own."""
 
-    def __init__(self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp", options=OPTIONS, bounds=BOUNDS):
+    def __init__(
+        self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp", options=OPTIONS, bounds=BOUNDS, **more
+    ):
         self.tell = tell
         self.spec, self.arrays = make_cache(tp_size, SPOILT)
         self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
@@ -79,7 +81,7 @@ class PrefillNode:
         self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
         tails = TailPool(self.engine, {"values": ("float32", (5,))})
         regions = [[self.engine.register(array)] for array in self.arrays]
-        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, bounds, tail=tails)
+        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, bounds, tail=tails, **more)
         self.thread = threading.Thread(target=self.compute, daemon=True)
         self.thread.start()
 

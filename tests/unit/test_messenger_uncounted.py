@@ -1,11 +1,12 @@
 """Writes that have completed where they were posted, and are not counted where they should have landed."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 
 from fabric_kv.errors import RequestCancelledError, RequestStalledError, RequestTimeoutError, WouldBlockError
-from fabric_kv.messenger import DecodeMessenger, RequestState, wire
+from fabric_kv.messenger import DecodeMessenger, RequestState, sessions, wire
 from fabric_kv.messenger.prefill_requests import WRITTEN_S
 
 from .messenger_sim import Sim
@@ -129,6 +130,41 @@ def test_a_deadline_between_the_last_write_and_the_bound_is_a_timeout_and_not_cl
     sim.check_nothing_left()
 
 
+def test_news_that_are_forgotten_leave_the_peers_word(seed):
+    """What was told long ago is not remembered for ever: the word of such a peer is as good as it was before."""
+    sim = Sim(seed)
+    with mock.patch.object(sessions, "MAX_WRITTEN_KEPT", 1):
+        fetches = [sim.submit(3) for _ in range(3)]
+        sim.run(lambda: all(fetch.handle.done() for fetch in fetches) and len(sim.scheduler.released) == 3)
+        sim.settle()
+    (session,) = sim.prefill._sessions.values()
+    assert sum(session.was_written(session.number + number) for number in range(3)) == 1
+
+
+def test_a_peer_that_lies_about_what_it_has_written_does_not_get_pages_back(seed):
+    sim = Sim(seed)
+    sim.scheduler.pause = True
+    fetch = sim.submit(10)
+    sim.settle()
+    for generations in ([sim.peer._session], [sim.peer._session] * 3, [0, 1 << 62]):
+        lie = wire.encode(wire.Written(generations))
+        sim.decode_engine.take_message(sim.prefill_engine.epoch, lie)
+        sim.settle()
+    sim.run(fetch.handle.done)
+    assert (fetch.error.reason, fetch.error.pages_clean) == ("uncounted", False)
+    assert "0 of" in str(fetch.error)
+    # It writes after all: into pages that nobody uses, until all of it has come.
+    sim.scheduler.pause = False
+    sim.run(lambda: not sim.scheduler.jobs)
+    sim.settle()
+    (item,) = sim.decode.reclaim()
+    assert item.pages[0].tolist() == fetch.pages.tolist()
+    fetch.check_pages(tail=False)
+    fetch.take_back()
+    sim.check_all()
+    sim.check_nothing_left()
+
+
 def test_units_that_still_come_are_waited_for(seed):
     """The news overtakes data that takes longer than the bound in all, and never stands still for so long."""
     sim = Sim(seed)
@@ -151,8 +187,13 @@ def test_units_that_still_come_are_waited_for(seed):
     sim.check_nothing_left()
 
 
-def test_news_of_many_requests_is_one_message(seed):
-    sim = Sim(seed)
+@pytest.mark.parametrize(("limit", "num_messages"), [(256, 1), (4, 2)])
+def test_news_of_many_requests_is_one_message(seed, limit, num_messages):
+    with mock.patch.object(wire, "MAX_WRITTEN", limit):
+        check_news(Sim(seed), num_messages)
+
+
+def check_news(sim, num_messages):
     sent = []
     send = sim.prefill_engine.send
     sim.prefill_engine.send = lambda peer, payload: sent.append(payload) or send(peer, payload)
@@ -162,7 +203,7 @@ def test_news_of_many_requests_is_one_message(seed):
     assert not any(b"written" in payload for payload in sent)
     late = counts(sim.decode).get("late", 0)
     sim.run()
-    assert sum(b"written" in payload for payload in sent) == 1
+    assert sum(b"written" in payload for payload in sent) == num_messages
     assert counts(sim.decode).get("late", 0) == late, "it is no news where all has come"
 
 

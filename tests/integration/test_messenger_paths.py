@@ -47,22 +47,29 @@ def engine_behind(forwarders, *, apart=False):
 
 
 class Ways:
-    """A prefill and a decode side with three NICs each, of which one of decode's is reached by a way of ours."""
+    """A prefill and a decode side with several NICs each, of which one of decode's is reached by a way of ours.
 
-    def __init__(self, held=False):
+    ``held``: never open. ``apart``: it alone leads to the pages; messages have a device group of their own.
+    """
+
+    def __init__(self, *, held=False, apart=False):
         # No longer than it must, for a connection that will never be there.
         bounds = msgspec.structs.replace(QUICK_BOUNDS, **(patient(connect_rails_s=0.5) if held else {}))
-        self.prefill = PrefillNode(1, num_nics=NUM_NICS, options=QUICK, bounds=bounds)
+        groups = [[HOSTS[0]], [HOSTS[1]]] if apart else [HOSTS]
+        self.prefill = PrefillNode(
+            1, engine=Engine("tcp", groups=groups, options=QUICK), group=len(groups) - 1, bounds=bounds
+        )
         # A pair of NICs that carries no messages: those go by the first one, which differs from peer to peer (see
         # Poster::links_to). Where both sides connect at once, each by its own address, rxm does not cope with a third.
-        self.number = (self.prefill.engine.epoch[0] + 1) % NUM_NICS
+        num_nics = len(HOSTS[:2] if apart else HOSTS)
+        self.number = 1 if apart else (self.prefill.engine.epoch[0] + 1) % num_nics
         self.victim = Forwarder(HOSTS[self.number])
         while True:
-            engine = engine_behind([self.victim if i == self.number else None for i in range(NUM_NICS)])
-            if engine.epoch[0] % NUM_NICS != self.number:
+            engine = engine_behind([self.victim if i == self.number else None for i in range(num_nics)], apart=apart)
+            if apart or engine.epoch[0] % num_nics != self.number:
                 break
             engine.close()
-        self.decode = DecodeNode(1, engine=engine, bounds=QUICK_BOUNDS)
+        self.decode = DecodeNode(1, engine=engine, group=len(groups) - 1, bounds=QUICK_BOUNDS)
         self.num_submitted = 0
         if held:
             self.victim.hold()
@@ -173,6 +180,20 @@ def test_a_way_that_was_never_open_is_left_out(make_ways):
     for _ in range(3):
         ways.fetch_until_ready()
     assert ways.victim.num_connections == 0
+    ways.check_all()
+
+
+def test_requests_that_no_nic_can_take_end_as_stalled(make_ways):
+    ways = make_ways(held=True, apart=True)
+    handle = ways.fetch()
+    assert handle.poll() is RequestState.STALLED
+    error = handle.exception(0)
+    assert error.reason == "stalled"
+    assert "takes nothing for the peer, as if it could not connect" in str(error)
+    assert ways.peer.degraded.startswith("stalled: ")
+    ways.victim.carry()
+    assert wait_for(lambda: ways.take_back() == 0)
+    ways.fetch_until_ready()
     ways.check_all()
 
 

@@ -50,8 +50,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         How long a monitored peer may stay silent before its first sign of life.
     stall_s : float
         A NIC with operations in flight that completes nothing for so long is reported to ``Engine.on_stalled``, and one
-        that completes nothing to one peer to ``Engine.on_held_up``: requests of a messenger that wait for it are
-        stalled.
+        that completes nothing to one peer, or takes nothing for it, to ``Engine.on_held_up``: requests of a messenger
+        that wait for it are stalled.
     close_s : float
         How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
         only where the provider does not return from a call.
@@ -171,6 +171,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         From ``cancel`` to the peer's confirmation that nothing more can land; beyond it the pages are poisoned.
     fence_s : float
         How long a lost peer's requests wait for proof that it can write no more; beyond it the pages are poisoned.
+    count_s : float
+        Once the prefill side says that all writes of a request have completed: how long decode waits for the next of
+        its units; beyond it they are lost, and the pages are poisoned.
     drain_s : float
         How long ``close`` waits for requests in flight.
     """
@@ -181,6 +184,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float = 120.0
     cancel_s: float = 5.0
     fence_s: float = 0.5
+    count_s: float = 5.0
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:

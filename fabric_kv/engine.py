@@ -381,9 +381,11 @@ class Engine:
     def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
         """Call ``fn(transfers, why)`` when a NIC completes nothing to one peer for ``options.stall_s``.
 
-        These transfers have operations in flight there; while it lasts, it is told again after as long, for those that
-        have come since. Transfers that wait, for a watch or for room, have none and are not named. The NIC may go on
-        with other peers, and other NICs with this one; where nothing at all completes :meth:`on_stalled` tells, too.
+        These transfers have operations in flight there, or have waited as long for NICs of which each either completes
+        nothing to the peer, or takes nothing for it, as one that cannot connect. While it lasts, it is told again after
+        as long, for those that have come since. Transfers that wait for a watch are not named, nor those that wait for
+        room which others give back. The NIC may go on with other peers, and other NICs with this one; where nothing at
+        all completes :meth:`on_stalled` tells, too.
         """
         self._dispatcher.on_held_up = fn
 

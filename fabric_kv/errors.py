@@ -280,9 +280,11 @@ class RequestCancelledError(RequestError):
 
 
 class RequestStalledError(RequestError):
-    """Writes of the request were posted, and a NIC completed none of them for ``EngineOptions.stall_s``.
+    """Writes of the request were posted, and do not come to their end, or never came here.
 
-    The other process is alive, and may be fine for other requests.
+    ``reason`` is ``stalled`` where the prefill side's NIC completed none of them for ``EngineOptions.stall_s``, and
+    ``uncounted`` where all have completed over there, and some were not counted here for ``Bounds.count_s``. The other
+    process is alive, and may be fine for other requests.
     """
 
 

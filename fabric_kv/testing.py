@@ -53,6 +53,10 @@ class MemoryFabric:
     ----------
     fail_writes : int
         So many of the next pieces of writes end in an error; each of them may or may not land later.
+    lose_counts : int
+        So many of the next pieces that land are not counted, as where an immediate is lost.
+    early_writes : int
+        So many of the next pieces are reported as done although they have not landed; they do in :meth:`land_early`.
     hold_writes : bool
         While True nothing of a write moves: it is accepted and stays in flight.
     drop_messages : float
@@ -67,6 +71,8 @@ class MemoryFabric:
         self.seed = seed
         self.random = random.Random(seed)
         self.fail_writes = 0
+        self.lose_counts = 0
+        self.early_writes = 0
         self.hold_writes = False
         self.drop_messages = 0.0
         self.duplicate_messages = 0.0
@@ -74,6 +80,7 @@ class MemoryFabric:
         self.engines: dict[bytes, MemoryEngine] = {}
         self._events: list[Event] = []
         self._held: list[Event] = []
+        self._early: list[Event] = []
         self._calls: list[Event] = []  # Into user code, at the end of a step.
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
@@ -101,6 +108,13 @@ class MemoryFabric:
     def hold_up(self, engine: Engine) -> None:
         """Tell an engine that what it has in flight now is held up; ``hold_writes`` makes it true."""
         self.engines[engine.epoch].tell_held_up()
+
+    def land_early(self) -> None:
+        """Let what was reported as done before it had landed arrive, sometime from now on."""
+        with self._changed:
+            early, self._early = self._early, []
+            for event in early:
+                self.add(event)
 
     # --- The pool -----------------------------------------------------------------------------------------------------
 
@@ -469,7 +483,12 @@ class MemoryEngine:
                 data = self._regions[src.remote.rails[0][0][1]][src_at : src_at + nbytes].copy()
                 self.fabric.add(partial(target._land, dst, dst_at, data, token))
         else:
-            target._land(dst, dst_at, self._regions[src.remote.rails[0][0][1]][src_at : src_at + nbytes], token)
+            data = self._regions[src.remote.rails[0][0][1]][src_at : src_at + nbytes]
+            if self.fabric.early_writes > 0:
+                self.fabric.early_writes -= 1
+                self.fabric._early.append(partial(target._land, dst, dst_at, data.copy(), token))
+            else:
+                target._land(dst, dst_at, data, token)
             write.num_bytes += nbytes
         self._moved(write, index)
 
@@ -506,6 +525,9 @@ class MemoryEngine:
             return
         self._regions[dst.rails[0][0][1]][at : at + data.size] = data
         if token is None:
+            return
+        if self.fabric.lose_counts > 0:
+            self.fabric.lose_counts -= 1
             return
         slot = self.slots[token.slot] if token.slot < len(self.slots) else None
         if slot is None or slot.counter is None or slot.generation != token.generation:

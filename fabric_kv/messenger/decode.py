@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -23,7 +24,7 @@ from .fetch import Fetch
 from .handle import RequestHandle
 from .layers import LayerGroups
 from .peers import check_page_lists
-from .poison import PoisonedPages
+from .poison import PoisonedPages, PoisonEntry
 from .prefill_peer import PrefillPeer
 from .requests import Fetching, Request
 from .state import CancelAsked
@@ -167,9 +168,9 @@ class DecodeMessenger(DecodeRequests):
         """Take poisoned pages back where there is proof by now that nothing can land in them.
 
         A peer that did not confirm a cancel in time may have done so since, for one because a write was stalled that is
-        retired now: that costs nothing to know. For lost peers proof is looked for again: a process that had only
-        stopped may have exited. What proof there is depends on the provider, see "Fences" in docs/engine.md: over TCP
-        there is none. Peers that are connected again are left alone.
+        retired now, and what was missing may have been counted since: that costs nothing to know. For lost peers proof
+        is looked for again: a process that had only stopped may have exited. What proof there is depends on the
+        provider, see "Fences" in docs/engine.md: over TCP there is none. Peers that are connected again are left alone.
 
         Parameters
         ----------
@@ -205,11 +206,14 @@ class DecodeMessenger(DecodeRequests):
                 self._actor.call(partial(self._end_reclaim, peer.epoch), ANSWER_S)
         return clean
 
-    def _take_back(self, entries: list[tuple[PoisonedPages, int | None]]) -> list[PoisonedPages]:
-        for _, slot in entries:
-            if slot is not None and self._tails is not None:
-                self._tails.reclaim(slot)
-        return [item for item, _ in entries]
+    def _take_back(self, entries: list[PoisonEntry]) -> list[PoisonedPages]:
+        for entry in entries:
+            if entry.tail_slot is not None and self._tails is not None:
+                self._tails.reclaim(entry.tail_slot)
+            for counter in entry.counters:
+                with contextlib.suppress(ClosedError):  # The engine took its counters back when it was closed.
+                    counter.release()  # Used again where it has fired.
+        return [entry.item for entry in entries]
 
     def _begin_reclaim(self, epoch: bytes) -> bool:
         """Whether the peer may be fenced; from then on nobody connects to it."""

@@ -25,7 +25,7 @@ from .actor import Actor
 from .fetch import FetchEffect, FetchEvent, fetch_step
 from .handle import RequestResult
 from .layers import LayerGroups
-from .poison import PageClaims, PoisonBook, PoisonedPages
+from .poison import PageClaims, PoisonBook, PoisonedPages, PoisonEntry
 from .prefill_peer import DecodePeers, PrefillPeer
 from .requests import Fetching, error_of
 from .state import (
@@ -35,6 +35,7 @@ from .state import (
     Closing,
     CounterBroken,
     CounterFired,
+    CountExpired,
     DeadlinePassed,
     EngineClosed,
     Failed,
@@ -43,6 +44,7 @@ from .state import (
     Rejected,
     RequestState,
     Stalled,
+    Written,
 )
 from .timeline import log_end
 
@@ -77,9 +79,15 @@ class DecodeRequests(DecodePeers):
         """Counters, tail slot and claims of a request that has ended."""
         # A fence by keys speaks of memory: immediates may still come.
         quiescent = clean and not (fetching.fenced and self._engine.fence_means == "registrations")
-        for counter in fetching.counters:
+        fetch = fetching.fetch
+        if fetch.written and not clean and not fetch.tainted:
+            fetching.missing = fetch.waiting  # What comes after all proves as much as if it had come in time.
+        kept = []
+        for index, counter in enumerate(fetching.counters):
             try:
-                if counter is not None:
+                if counter is not None and fetching.missing >> index & 1:
+                    kept.append(counter)
+                elif counter is not None:
                     counter.release(quiescent=quiescent)
             except ClosedError:
                 pass  # The engine took its counters back when it was closed.
@@ -88,9 +96,10 @@ class DecodeRequests(DecodePeers):
         with self._lock:
             self._num_requests -= 1
         if not clean:
-            peer, exceeded = fetching.peer, fetching.fetch.tainted
-            item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), exceeded)
-            self._poison.add(item, peer._link.peer, fetching.generation, fetching.tail_slot)
+            peer, redeemable = fetching.peer, not (fetch.written or fetch.tainted)
+            item = PoisonedPages(fetching.request_id, peer.epoch, fetching.dp, tuple(fetching.pages), fetch.tainted)
+            entry = PoisonEntry(item, fetching.generation, fetching.tail_slot, redeemable, tuple(kept))
+            self._poison.add(entry, peer._link.peer)
         if fetching.claimed:
             self._claims.release(fetching.dp, fetching.written)
             fetching.claimed = False
@@ -148,8 +157,12 @@ class DecodeRequests(DecodePeers):
         self._actor.post_now(partial(self._on_counter, fetching, event))
 
     def _on_counter(self, fetching: Fetching, event: FetchEvent) -> None:
-        if not fetching.fetch.phase.final:  # Otherwise it was us who released the counter.
+        if not fetching.fetch.phase.final:  # Otherwise it was us who released the counter, or it comes too late.
             self._apply(fetching, event)
+        elif isinstance(event, CounterFired) and fetching.missing >> event.index & 1:
+            fetching.missing &= ~(1 << event.index)
+            if not fetching.missing:
+                self._poison.redeem(fetching.peer.epoch, fetching.generation, counted=True)
 
     def _on_message(self, epoch: bytes, message: wire.Message) -> None:
         peer = self._peers.get(epoch)
@@ -170,8 +183,12 @@ class DecodeRequests(DecodePeers):
                 self._on_answer(peer, generation, Failed(reason, pages_clean))
             case wire.Stalled(generation, reason):
                 self._on_answer(peer, generation, Stalled(reason))
-            case wire.CancelConfirm(generation, pages_clean):
-                self._on_answer(peer, generation, CancelConfirmed(pages_clean))
+            case wire.Written(generations):
+                for generation in generations:  # of which most have long ended here
+                    if (fetching := peer._open.get(generation)) is not None:
+                        self._apply(fetching, Written())
+            case wire.CancelConfirm(generation, pages_clean, written):
+                self._on_answer(peer, generation, CancelConfirmed(pages_clean, written))
             case _:
                 self._counts["misdirected"] += 1
 
@@ -179,9 +196,10 @@ class DecodeRequests(DecodePeers):
         fetching = peer._open.get(generation)
         if fetching is None:
             self._counts["late"] += 1
-            if isinstance(event, Failed | CancelConfirmed) and event.pages_clean:
-                # It ended when its bound on this had passed. As good a proof as it would have been in time.
-                self._poison.redeem(peer.epoch, generation)
+            match event:
+                case Failed(pages_clean=True) | CancelConfirmed(pages_clean=True, written=False):
+                    # It ended when its bound on this had passed. As good a proof as it would have been in time.
+                    self._poison.redeem(peer.epoch, generation)
             return
         if isinstance(event, Accepted) and math.isnan(fetching.accepted_s):
             fetching.accepted_s = self._actor.now()
@@ -199,12 +217,30 @@ class DecodeRequests(DecodePeers):
                     fetching.peer._link.send(wire.Cancel(fetching.generation))
                 case FetchEffect.START_CANCEL_TIMER:
                     self._after(fetching, self._bounds.cancel_s, lambda f: self._apply(f, CancelExpired()))
+                case FetchEffect.START_COUNT_TIMER:
+                    self._await_units(fetching, fetching.received_units())
                 case FetchEffect.LATE:
                     self._counts["late"] += 1
                 case FetchEffect.END:
                     self._end(fetching)
         if not fetching.fetch.phase.final:
             fetching.handle._set_state(fetching.fetch.phase)
+
+    def _await_units(self, fetching: Fetching, num_before: int) -> None:
+        """All is written: as long as it comes in, wait for the rest."""
+
+        def look(fetching: Fetching) -> None:
+            received = fetching.received_units()
+            if received > num_before:
+                self._await_units(fetching, received)
+                return
+            reason = (
+                f"the prefill side has written all of it, and {received} of {fetching.expected_units} units have come:"
+                f" none within the last {self._bounds.count_s:g} s"
+            )
+            self._apply(fetching, CountExpired(reason))
+
+        self._after(fetching, self._bounds.count_s, look)
 
     def _end(self, fetching: Fetching) -> None:
         peer, fetch = fetching.peer, fetching.fetch

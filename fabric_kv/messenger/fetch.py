@@ -22,6 +22,7 @@ from .state import (
     Closing,
     CounterBroken,
     CounterFired,
+    CountExpired,
     DeadlinePassed,
     EngineClosed,
     Failed,
@@ -30,6 +31,7 @@ from .state import (
     Rejected,
     RequestState,
     Stalled,
+    Written,
 )
 
 __all__ = ["Fetch", "FetchEffect", "FetchEvent", "fetch_step"]
@@ -40,6 +42,7 @@ class FetchEffect(enum.Enum):
 
     SEND_CANCEL = enum.auto()
     START_CANCEL_TIMER = enum.auto()
+    START_COUNT_TIMER = enum.auto()
     END = enum.auto()
     LATE = enum.auto()  # Count it: the message came after the end, twice, or out of turn.
 
@@ -59,6 +62,9 @@ class Fetch(msgspec.Struct, frozen=True):
         Of a request that ended as rejected.
     tainted : bool
         More was written than announced: no answer of the peer can prove the pages clean.
+    written : bool
+        The peer says that all is written. What is not counted then is somewhere on the way, or lost: no word of the
+        peer, for which all that it posted has landed, proves the pages clean any more.
     peer_quiescent : bool or None
         What the peer's Goodbye said; None before one.
     pages_clean : bool or None
@@ -72,6 +78,7 @@ class Fetch(msgspec.Struct, frozen=True):
     reason: str = ""
     reject_kind: str = "rejected"
     tainted: bool = False
+    written: bool = False
     peer_quiescent: bool | None = None
     pages_clean: bool | None = None
 
@@ -90,6 +97,8 @@ FetchEvent = (
     | PeerLost
     | PeerLeft
     | Stalled
+    | Written
+    | CountExpired
     | Closing
 )
 FetchResult = tuple[Fetch, tuple[FetchEffect, ...]]
@@ -121,10 +130,16 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
             return _end(fetch, RequestState.REJECTED, reason, clean=True)
         case Failed(reason, pages_clean):
             if cancelling:
-                return _end(fetch, None, fetch.reason, clean=pages_clean)
-            return _end(fetch, RequestState.FAILED, reason, clean=pages_clean)
-        case CancelConfirmed(pages_clean):
-            return _end(fetch, None, fetch.reason, clean=pages_clean) if cancelling else (fetch, _LATE)
+                return _end(fetch, None, fetch.reason, clean=pages_clean and not fetch.written)
+            return _end(fetch, RequestState.FAILED, reason, clean=pages_clean and not fetch.written)
+        case CancelConfirmed(pages_clean, written):
+            if not cancelling:
+                return fetch, _LATE
+            if fetch.written:
+                return fetch, ()  # The last counters may be a moment behind, and nothing else proves anything.
+            if written:  # It has overtaken Written.
+                return msgspec.structs.replace(fetch, written=True), (FetchEffect.START_COUNT_TIMER,)
+            return _end(fetch, None, fetch.reason, clean=pages_clean)
         case CounterFired(index):
             fetch = msgspec.structs.replace(fetch, waiting=fetch.waiting & ~(1 << index), started=True)
             if fetch.waiting:
@@ -143,34 +158,48 @@ def fetch_step(fetch: Fetch, event: FetchEvent) -> FetchResult:
                 return fetch, _LATE
             # What is in flight may land at any time: only the peer's answer to the Cancel, or its Fail, says it cannot.
             return _cancel(msgspec.structs.replace(fetch, started=True), RequestState.STALLED, reason)
+        case Written():
+            if fetch.written:
+                return fetch, _LATE
+            # It may overtake what is still on its way here.
+            return msgspec.structs.replace(fetch, written=True, started=True), (FetchEffect.START_COUNT_TIMER,)
+        case CountExpired(reason):
+            if cancelling:
+                return _end(fetch, None, f"{fetch.reason}; {reason}", clean=False)
+            return _end(fetch, RequestState.STALLED, reason, clean=False)
         case Closing():
             return (fetch, ()) if cancelling else _cancel(fetch, RequestState.CLOSED, "closed by the caller")
         case CancelExpired():
             if cancelling:
                 reason = f"{fetch.reason}; the peer did not confirm the cancel in time"
-                return _end(fetch, None, reason, clean=bool(fetch.peer_quiescent))
+                return _end(fetch, None, reason, clean=_left_quiet(fetch))
             if fetch.peer_quiescent is not None:
-                return _end(fetch, RequestState.PEER_LOST, "peer closed", clean=fetch.peer_quiescent)
+                return _end(fetch, RequestState.PEER_LOST, "peer closed", clean=_left_quiet(fetch))
             return fetch, ()
         case EngineClosed():
             fetch = msgspec.structs.replace(fetch, tainted=False)
             return _end(fetch, RequestState.CLOSED, "the engine was closed", clean=True)
         case PeerLost(reason, fenced):
-            return _end(fetch, RequestState.PEER_LOST, reason, clean=fenced or bool(fetch.peer_quiescent))
+            return _end(fetch, RequestState.PEER_LOST, reason, clean=fenced or _left_quiet(fetch))
         case PeerLeft(quiescent):
             if fetch.peer_quiescent is not None:
                 return fetch, _LATE
             fetch = msgspec.structs.replace(fetch, peer_quiescent=quiescent)
             if cancelling:
                 # Its confirm may be lost with it, but a quiescent Goodbye proves as much.
-                return _end(fetch, None, fetch.reason, clean=True) if quiescent else (fetch, ())
+                return _end(fetch, None, fetch.reason, clean=True) if _left_quiet(fetch) else (fetch, ())
             # The Fail that explains this, or the last counters, may be a moment behind.
             return fetch, (FetchEffect.START_CANCEL_TIMER,)
 
 
+def _left_quiet(fetch: Fetch) -> bool:
+    """Whether the peer has said goodbye, and that proves that nothing can land."""
+    return bool(fetch.peer_quiescent) and not fetch.written
+
+
 def _cancel(fetch: Fetch, cause: RequestState, reason: str) -> FetchResult:
     fetch = msgspec.structs.replace(fetch, phase=RequestState.CANCELLING, cause=cause, reason=reason)
-    if fetch.peer_quiescent:
+    if _left_quiet(fetch):
         return _end(fetch, None, reason, clean=True)
     return fetch, (FetchEffect.SEND_CANCEL, FetchEffect.START_CANCEL_TIMER)
 

@@ -1,8 +1,9 @@
 """Pages that are being written, and those that something may still write into, and how these come back.
 
->>> book.add(PoisonedPages("a", peer.epoch, 0, (pages,)), peer, generation=7, tail_slot=3)
+>>> book.add(PoisonEntry(PoisonedPages("a", peer.epoch, 0, (pages,)), 7, tail_slot, True, ()), peer)
 >>> book.find(0, 0, pages)               # the first page that must not be used
 >>> book.redeem(peer.epoch, 7)           # the peer says, late, that nothing can land any more
+>>> book.redeem(peer.epoch, 7, counted=True)       # all of it has come, late
 >>> book.take_redeemed()
 >>> book.take(peer.epoch)                # the peer has been fenced: the pages are clean
 >>> claims.claim("a", 0, [pages])        # nobody else may submit them until release()
@@ -19,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from ..transfers import Peer
+    from ..transfers import Counter, Peer
 
-__all__ = ["PageClaims", "PoisonBook", "PoisonedPages"]
+__all__ = ["PageClaims", "PoisonBook", "PoisonEntry", "PoisonedPages"]
 
 
 class PoisonedPages(msgspec.Struct, frozen=True, eq=False):
@@ -78,10 +79,17 @@ class PageClaims:
                     del own[page]
 
 
-class _Entry(NamedTuple):
+class PoisonEntry(NamedTuple):
+    """What is set aside of one request.
+
+    ``redeemable``: the peer's word may yet prove it clean. ``counters``: those that go on counting, where it may not.
+    """
+
     item: PoisonedPages
     generation: int
     tail_slot: int | None
+    redeemable: bool
+    counters: tuple[Counter, ...]
 
 
 class PoisonBook:
@@ -89,7 +97,7 @@ class PoisonBook:
 
     def __init__(self, dp_size: int, num_groups: int) -> None:
         self._lock = threading.Lock()  # guards all of these
-        self._entries: list[_Entry] = []
+        self._entries: list[PoisonEntry] = []
         self._redeemed: set[tuple[bytes, int]] = set()  # peer and generation of entries
         self._by_group: list[list[set[int]]] = [[set() for _ in range(num_groups)] for _ in range(dp_size)]
         self._peers: dict[bytes, Peer] = {}
@@ -107,34 +115,38 @@ class PoisonBook:
             epochs = {entry.item.peer for entry in self._entries if not entry.item.exceeded}
             return [peer for epoch, peer in self._peers.items() if epoch in epochs]
 
-    def add(self, item: PoisonedPages, peer: Peer, generation: int, tail_slot: int | None) -> None:
+    def add(self, entry: PoisonEntry, peer: Peer) -> None:
         """Set a request's pages aside, and its tail slot."""
+        item = entry.item
         with self._lock:
-            self._entries.append(_Entry(item, generation, tail_slot))
+            self._entries.append(entry)
             self._peers[item.peer] = peer
             for pages, poisoned in zip(item.pages, self._by_group[item.dp], strict=True):
                 poisoned.update(pages.tolist())
 
-    def redeem(self, epoch: bytes, generation: int) -> None:
-        """Note that nothing can land any more in a request's pages; they stay set aside until they are taken."""
+    def redeem(self, epoch: bytes, generation: int, *, counted: bool = False) -> None:
+        """Note that nothing can land any more in a request's pages; they stay set aside until they are taken.
+
+        ``counted``: since all of it has come, and not because the peer says so.
+        """
         with self._lock:
             if any(
-                entry.generation == generation and entry.item.peer == epoch and not entry.item.exceeded
+                entry.generation == generation and entry.item.peer == epoch and (entry.redeemable or counted)
                 for entry in self._entries
             ):
                 self._redeemed.add((epoch, generation))
 
-    def take_redeemed(self) -> list[tuple[PoisonedPages, int | None]]:
-        """Take back what was redeemed, with the tail slots."""
+    def take_redeemed(self) -> list[PoisonEntry]:
+        """Take back what was redeemed."""
         with self._lock:
             return self._take(lambda entry: (entry.item.peer, entry.generation) in self._redeemed)
 
-    def take(self, epoch: bytes) -> list[tuple[PoisonedPages, int | None]]:
-        """Take back what a peer might have written into, which it cannot any more; with the tail slots."""
+    def take(self, epoch: bytes) -> list[PoisonEntry]:
+        """Take back what a peer might have written into, which it cannot any more."""
         with self._lock:
             return self._take(lambda entry: entry.item.peer == epoch and not entry.item.exceeded)
 
-    def _take(self, wanted: Callable[[_Entry], bool]) -> list[tuple[PoisonedPages, int | None]]:
+    def _take(self, wanted: Callable[[PoisonEntry], bool]) -> list[PoisonEntry]:
         taken = [entry for entry in self._entries if wanted(entry)]
         if taken:
             self._entries = [entry for entry in self._entries if not wanted(entry)]
@@ -146,7 +158,7 @@ class PoisonBook:
                 for group, poisoned in enumerate(groups):
                     poisoned.clear()
                     poisoned.update(*(item.pages[group].tolist() for item in left))
-        return [(entry.item, entry.tail_slot) for entry in taken]
+        return taken
 
     def find(self, dp: int, group: int, pages: NDArray[np.int64]) -> int | None:
         """The smallest of these pages of a replica that is poisoned."""

@@ -21,6 +21,7 @@ from ..errors import FabricKVError, TransferCancelledError, WouldBlockError
 from .actor import Actor
 from .peers import RETRY_S
 from .serve import Serve, ServeEffect, ServeEvent, serve_step
+from .sources import SourceCheck, SourcesChangedError
 from .state import Posted
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Submission:
     ``watch`` and ``step`` are set when the step is opened.
     """
 
-    __slots__ = ("layers", "lists", "outflow", "step", "token", "watch", "writes")
+    __slots__ = ("layers", "lists", "outflow", "step", "sums", "token", "watch", "writes")
 
     def __init__(
         self, outflow: Outflow, writes: RankWrites, lists: PageLists, layers: frozenset[int], token: CounterToken
@@ -68,6 +69,7 @@ class Submission:
         self.token = token
         self.watch: Watch | None = None
         self.step = 0
+        self.sums: dict[int, list[int]] = {}  # see SourceCheck
 
 
 class TailSubmission:
@@ -104,6 +106,8 @@ class Poster:
         Called on the actor's thread when a transfer has ended; the poster then tries its backlog again.
     on_refused : callable (outflow, error)
         Called on the actor's thread when the engine refused a submission for another reason than a full queue.
+    sources : SourceCheck, optional
+        Asked at the end of each transfer of pages.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Poster:
         tails: TailPool | None,
         on_retired: Callable[[Outflow, BaseException | None], None],
         on_refused: Callable[[Outflow, BaseException], None],
+        sources: SourceCheck | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self._actor = actor
@@ -120,6 +125,7 @@ class Poster:
         self._tails = tails
         self._on_retired = on_retired
         self._on_refused = on_refused
+        self._sources = sources
         # Room that writes leave to control messages: a Cancel must not wait for the very writes that it is to stop.
         self._max_open = max(1, engine.options.max_transfers - max(1, engine.options.max_transfers // 8))
         self._num_open = 0
@@ -201,7 +207,7 @@ class Poster:
 
         if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.may_post:
             return False
-        return self._try_post(item.outflow, submit, slot=None)
+        return self._try_post(item.outflow, submit, slot=None, pages=item)
 
     def _post_tail(self, item: TailSubmission) -> bool:
         tails = self._tails
@@ -221,7 +227,9 @@ class Poster:
 
         return self._try_post(item.outflow, write, slot)
 
-    def _try_post(self, outflow: Outflow, call: Callable[[], Transfer], slot: int | None) -> bool:
+    def _try_post(
+        self, outflow: Outflow, call: Callable[[], Transfer], slot: int | None, pages: Submission | None = None
+    ) -> bool:
         """False if the engine is full; True if the submission needs no further attempt."""
         if not outflow.may_post:
             self._free_slot(slot)
@@ -244,7 +252,7 @@ class Poster:
         outflow.serve, _ = serve_step(outflow.serve, Posted())
         outflow.open.add(transfer)
         self._num_open += 1
-        transfer.add_done_callback(lambda ended: self._actor.post(partial(self._retired, outflow, slot, ended)))
+        transfer.add_done_callback(lambda ended: self._actor.post(partial(self._retired, outflow, slot, pages, ended)))
         return True
 
     def _try_later(self) -> None:
@@ -264,12 +272,16 @@ class Poster:
         if slot is not None and self._tails is not None:
             self._tails.release(slot)
 
-    def _retired(self, outflow: Outflow, slot: int | None, transfer: Transfer) -> None:
+    def _retired(self, outflow: Outflow, slot: int | None, pages: Submission | None, transfer: Transfer) -> None:
         with self.lock:
             outflow.open.discard(transfer)
             self._num_open -= 1
         self._free_slot(slot)
-        self._on_retired(outflow, transfer.exception(0))
+        error = transfer.exception(0)
+        if self._sources is not None and pages is not None and error is None:
+            changed = self._sources.changed(pages)
+            error = None if changed is None else SourcesChangedError(changed)
+        self._on_retired(outflow, error)
         self.retry()
 
 
@@ -282,8 +294,9 @@ def _keep_live(backlog: deque[S]) -> None:
 def may_still_land(error: BaseException) -> bool:
     """Whether bytes of a failed transfer may yet arrive over there.
 
-    A cancelled transfer has no operation of unknown outcome: those posted have landed, the others never will. After
+    A cancelled transfer has no operation of unknown outcome: those posted have landed, the others never will. One whose
+    sources were changed has landed, with whatever was sent. After
     any other error the outcome of the operation that failed is unknown: the sender cannot tell whether its bytes wait
     somewhere on the way.
     """
-    return not isinstance(error, TransferCancelledError)
+    return not isinstance(error, TransferCancelledError | SourcesChangedError)

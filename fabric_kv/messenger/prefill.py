@@ -23,6 +23,7 @@ from .posting import Submission, TailSubmission
 from .prefill_requests import PrefillRequests
 from .scheduler import Chunk, RequestKey, Scheduler
 from .serving import Serving
+from .sources import SourceCheck
 from .state import AllPlanned, FailAsked, Planned
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class PrefillMessenger(PrefillRequests):
         Needed if decode engines want tails.
     admission : Admission
         How many requests, bytes and peers it takes on.
+    check_sources : bool
+        For debugging: check that source pages are not changed before they are sent. It reads all pages twice, and
+        needs arrays on the host (ConfigError). Layers that a word of the caller's lets go are not checked.
 
     Notes
     -----
@@ -69,9 +73,11 @@ class PrefillMessenger(PrefillRequests):
         *,
         tail: TailPool | None = None,
         admission: Admission = Admission(),
+        check_sources: bool = False,
         actor: Actor | None = None,
     ) -> None:
-        super().__init__(engine, spec, regions, scheduler, tail, bounds, admission, actor)
+        sources = SourceCheck(regions) if check_sources else None
+        super().__init__(engine, spec, regions, scheduler, tail, bounds, admission, actor, sources)
         self._start()
 
     # --- The scheduler's calls; any thread ----------------------------------------------------------------------------
@@ -139,6 +145,8 @@ class PrefillMessenger(PrefillRequests):
                 for submission in submissions:
                     if submission.layers:
                         submission.watch, submission.step = word, step
+                if self._sources is not None:
+                    self._sources.open(step, submissions)
                 if watch is None:
                     self._steps.open(step, word, submissions)
         # One by one, so that others who want the lock do not wait for all of them.
@@ -161,6 +169,8 @@ class PrefillMessenger(PrefillRequests):
         """
         if not 0 <= layer < self._spec.layout.num_layers:
             raise ConfigError(f"layer={layer} is out of range: it must lie in [0, {self._spec.layout.num_layers})")
+        if self._sources is not None:
+            self._sources.layer_done(step, layer)
         if not self._steps.layer_done(step, layer):
             with self._poster.lock:
                 self._counts["idle_layers"] += 1

@@ -24,6 +24,7 @@ from .scheduler import Reject, RequestKey, Scheduler
 from .serve import ServeEffect, ServeEvent
 from .serving import Serving, error_of
 from .sessions import Session
+from .sources import SourceCheck, SourcesChangedError
 from .state import Accepted, CancelAsked, Closing, DeadlinePassed, PostFailed, Refused, Retired, ServeState, Stalled
 from .steps import Steps
 from .timeline import Timeline, log_end
@@ -39,6 +40,8 @@ _log = logging.getLogger("fabric_kv.messenger")
 
 # Keys of requests that ended, so that a step which races with the end is told apart from a wrong key.
 MAX_ENDED_KEYS = 65536
+# How long it takes to tell decode that requests are written: one message for many of them. It waits for none.
+WRITTEN_S = 0.25
 
 
 class _Rejection(ConfigError):
@@ -62,10 +65,12 @@ class PrefillRequests(PrefillSessions):
         bounds: Bounds,
         admission: Admission,
         actor: Actor | None,
+        sources: SourceCheck | None,
     ) -> None:
         super().__init__(engine, spec, regions, tail, bounds, admission, actor)
         self._scheduler = scheduler
-        self._poster = Poster(self._actor, engine, tail, self._on_retired, self._on_refused_post)
+        self._sources = sources
+        self._poster = Poster(self._actor, engine, tail, self._on_retired, self._on_refused_post, sources)
         # The next three are guarded by the poster's lock.
         self._serving: dict[RequestKey, Serving] = {}
         self._ended: dict[RequestKey, None] = {}  # In order of their end.
@@ -155,10 +160,11 @@ class PrefillRequests(PrefillSessions):
             return
         # Ended before, or the Cancel overtook its request, which then never starts.
         session.seen.add(generation)
+        written = session.was_written(generation)
         self._say_clean(
             session,
             session.was_clean(generation),
-            lambda clean: session.link.send(wire.CancelConfirm(generation, clean)),
+            lambda clean: session.link.send(wire.CancelConfirm(generation, clean, written)),
         )
 
     # --- The life of a request ----------------------------------------------------------------------------------------
@@ -185,9 +191,13 @@ class PrefillRequests(PrefillSessions):
                 self._counts["stalls"] += 1
                 link.send(wire.Stalled(generation, serve.stalled or ""))
             case ServeEffect.SEND_CONFIRM:
+                written = serve.phase is ServeState.RELEASED
                 self._say_clean(
-                    session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean))
+                    session, serve.pages_clean, lambda clean: link.send(wire.CancelConfirm(generation, clean, written))
                 )
+            case ServeEffect.TELL_WRITTEN:
+                if session.note_written(generation):
+                    self._actor.after(WRITTEN_S, partial(self._tell_written, session))
             case ServeEffect.STOP_POSTING:
                 self._poster.stop(serving)
             case ServeEffect.END:
@@ -198,6 +208,9 @@ class PrefillRequests(PrefillSessions):
         if error is None:
             self._apply(outflow, Retired())
         else:
+            if isinstance(error, SourcesChangedError):
+                self._counts["changed_sources"] += 1
+                _log.error("%s: %s", outflow.key_text, error)
             self._apply(outflow, Retired(str(error)[: wire.MAX_REASON_CHARS], may_still_land(error)))
         self._tell_if_quiet(outflow)
 

@@ -198,6 +198,12 @@ class PrefillSessions(Messenger):
         self._remove_peer(session.link)
         self._advance_close()
 
+    def _tell_written(self, session: Session) -> None:
+        """Tell decode of which requests all writes have completed, since the last time."""
+        written = session.take_written()
+        for begin in range(0, len(written), wire.MAX_WRITTEN):
+            session.link.send(wire.Written(written[begin : begin + wire.MAX_WRITTEN]))
+
     def _say_clean(self, session: Session, clean: bool, say: Callable[[bool], None]) -> None:
         """``say`` whether all that was written has landed, once that is so.
 
@@ -233,5 +239,6 @@ class PrefillSessions(Messenger):
 
     def _send_goodbyes(self) -> None:
         for session in list(self._sessions.values()):
+            self._tell_written(session)
             # A Goodbye waits for nothing: where only a flush could prove that all has landed, it does not claim so.
             session.link.send(wire.Goodbye(session.number, quiescent=session.quiescent and not session.flushes))

@@ -93,6 +93,7 @@ class Fetching:
         self.expected_units = 0  # of all counters
         self.tail_slot: int | None = None
         self.fetch = Fetch(waiting=0)
+        self.missing = 0  # mask of the counters that go on counting although it has ended
         self.fenced = False  # The peer was lost, and what it has posted can land no more.
         self.generation = -1
         self.timers: list[Timer] = []
@@ -179,6 +180,8 @@ def error_of(fetching: Fetching) -> FabricKVError:
     if fetch.phase is RequestState.CLOSED:
         return ClosedError(message, pages_clean=fetch.pages_clean)
     reason = fetch.reject_kind if fetch.phase is RequestState.REJECTED else word
+    if fetch.phase is RequestState.STALLED and fetch.written:
+        reason = "uncounted"
     return _ERRORS[fetch.phase](
         message, request_id=fetching.request_id, peer=peer, pages_clean=fetch.pages_clean, reason=reason
     )

@@ -37,6 +37,7 @@ class ServeEffect(enum.Enum):
 
     SEND_ACCEPT = enum.auto()
     STOP_POSTING = enum.auto()
+    TELL_WRITTEN = enum.auto()  # some time soon; a Goodbye that the end brings about comes after it
     SEND_STALLED = enum.auto()
     END = enum.auto()
     SEND_REJECT = enum.auto()
@@ -183,5 +184,7 @@ def _settle(serve: Serve) -> ServeResult:
             effects.append(ServeEffect.SEND_CONFIRM)
         return replace(serve, phase=serve.cause), tuple(effects)
     if serve.phase is ServeState.SERVING and serve.all_planned and serve.posted == serve.planned:
-        return replace(serve, phase=ServeState.RELEASED), (ServeEffect.END,)
+        # Decode knows better, unless something has been lost on the way: it then knows that it waits for nothing.
+        end = (ServeEffect.TELL_WRITTEN, ServeEffect.END) if serve.reachable else (ServeEffect.END,)
+        return replace(serve, phase=ServeState.RELEASED), end
     return serve, ()

@@ -29,6 +29,8 @@ __all__ = ["Refusal", "Session"]
 
 # Requests that ended while bytes may still land are remembered one by one up to here; beyond, all count as such.
 MAX_UNCLEAN = 65536
+# Requests whose news, that all is written, may still be on its way.
+MAX_WRITTEN_KEPT = 4096
 
 
 class Refusal(Exception):
@@ -63,6 +65,8 @@ class Session:
         self.tail_region = tail_region
         self.seen = SeenWindow(hello.session)
         self.open: dict[int, Serving] = {}
+        self._written: dict[int, None] = {}  # the last that ended with all of it written, in order ...
+        self._untold: list[int] = []  # ... and those of which decode does not know it
         # All ways that writes may take: (group of ours, region of theirs).
         self.ways: list[tuple[int, RemoteRegion]] = []
         # Of these, what to flush before a message may say that all writes have landed. Nothing where one NIC on each
@@ -181,6 +185,23 @@ class Session:
         """Keep what a later Cancel of an ended request must be told."""
         if not pages_clean and len(self._unclean) < MAX_UNCLEAN:
             self._unclean.add(generation)
+
+    def note_written(self, generation: int) -> bool:
+        """Keep that all writes of a request have completed; whether it is the first of which decode has to be told."""
+        self._written[generation] = None
+        if len(self._written) > MAX_WRITTEN_KEPT:
+            del self._written[next(iter(self._written))]
+        self._untold.append(generation)
+        return len(self._untold) == 1
+
+    def take_written(self) -> list[int]:
+        """The requests of which decode has to be told now."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def was_written(self, generation: int) -> bool:
+        """Whether all writes of a request that ended not long ago had completed."""
+        return generation in self._written
 
     @property
     def quiescent(self) -> bool:

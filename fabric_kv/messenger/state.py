@@ -21,6 +21,7 @@ __all__ = [
     "CancelConfirmed",
     "CancelExpired",
     "Closing",
+    "CountExpired",
     "CounterBroken",
     "CounterFired",
     "DeadlinePassed",
@@ -39,6 +40,7 @@ __all__ = [
     "SeenWindow",
     "ServeState",
     "Stalled",
+    "Written",
 ]
 
 
@@ -149,6 +151,7 @@ class CancelConfirmed(_Event, frozen=True):
     """A CancelConfirm message arrived."""
 
     pages_clean: bool
+    written: bool = False
 
 
 class CounterFired(_Event, frozen=True):
@@ -165,6 +168,16 @@ class CounterBroken(_Event, frozen=True):
 
 class CancelExpired(_Event, frozen=True):
     """The bound on the peer's answer has passed."""
+
+
+class Written(_Event, frozen=True):
+    """The peer says that all writes of the request have completed there. Only the counters say that they are here."""
+
+
+class CountExpired(_Event, frozen=True):
+    """All is written, the peer says, and nothing was counted for too long; ``reason`` says how much was."""
+
+    reason: str
 
 
 class EngineClosed(_Event, frozen=True):

@@ -43,13 +43,14 @@ __all__ = [
     "TailField",
     "TailGeometry",
     "VersionMismatch",
+    "Written",
     "decode",
     "encode",
     "pack_ints",
     "unpack_ints",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _MAGIC = b"FKV"
 
 # What one message may hold. Far above real use, and small enough that a hostile peer costs little memory; the number
@@ -62,6 +63,7 @@ MAX_RANKS = 1024
 MAX_REGIONS = 16384
 MAX_TAIL_FIELDS = 64
 MAX_COUNTERS = 16384  # of a request
+MAX_WRITTEN = 256  # requests of one message
 
 Epoch = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -181,6 +183,12 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     reason: Text
 
 
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """Every write of these requests has completed here. No signal, since each is counted where it lands."""
+
+    generations: Annotated[list[U63], Meta(min_length=1, max_length=MAX_WRITTEN)]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop, and confirm once nothing can land any more."""
 
@@ -188,10 +196,14 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class CancelConfirm(msgspec.Struct, frozen=True, tag="cancel_confirm"):
-    """Nothing is posted any more and every posted write is retired; ``pages_clean`` as in Fail."""
+    """Nothing is posted any more and every posted write is retired; ``pages_clean`` as in Fail.
+
+    ``written``: there was nothing to cancel, as Written says or will say.
+    """
 
     generation: U63
     pages_clean: bool
+    written: bool = False
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -201,7 +213,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     quiescent: bool
 
 
-Message = Hello | HelloReply | Request | Accept | Reject | Fail | Stalled | Cancel | CancelConfirm | Goodbye
+Message = Hello | HelloReply | Request | Accept | Reject | Fail | Stalled | Written | Cancel | CancelConfirm | Goodbye
 
 
 class AnyHello(msgspec.Struct, frozen=True, tag="hello"):

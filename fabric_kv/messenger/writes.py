@@ -61,8 +61,13 @@ class RankWrites:
         self._prepared: Prepared | None = None
 
     @property
+    def pieces(self) -> list[PreparedPiece]:
+        """Of all layers, in the order of ``add``."""
+        return self._pieces
+
+    @property
     def num_pieces(self) -> int:
-        """Pieces of all layers."""
+        """How many there are."""
         return len(self._pieces)
 
     def add(self, layer: int, group: int, kind: int, src_rank: int, piece: PreparedPiece) -> None:

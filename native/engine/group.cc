@@ -218,6 +218,7 @@ void Group::housekeeping(std::int64_t now) {
         check_stall(*rail, now);
         check_links(*rail, now);
     }
+    check_waiting(now);
     sender_.sweep(now);
     heartbeat_.check(
         now, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
@@ -271,6 +272,25 @@ void Group::check_links(Rail& rail, std::int64_t now) {
         event.error.text = info.provider + " NIC " + info.domain + " has completed nothing to the peer for " +
                            std::to_string((now - link->last_progress_ns) / kMillisecond) + " ms with " +
                            std::to_string(link->ops_in_flight) + " operations in flight";
+        events_->post(std::move(event));
+    }
+}
+
+// What a NIC never takes is in flight nowhere: of a peer that cannot be connected to nothing else would ever be heard,
+// as long as its heartbeats come over another NIC.
+void Group::check_waiting(std::int64_t now) {
+    if (!sender_.anything_queued() || now < look_again_ns_) return;
+    look_again_ns_ = now + options_.stall_ns / 4;  // it looks at every transfer
+    std::map<std::pair<Epoch, std::string>, std::vector<std::uint64_t>> held;
+    sender_.for_each_held_up(now, options_.stall_ns, [&](const Transfer& transfer, const std::string& why) {
+        held[{transfer.peer->epoch, why}].push_back(transfer.id);
+    });
+    for (auto& [found, ids] : held) {
+        Event event;
+        event.kind = Event::kHeldUp;
+        event.peer = found.first;
+        event.transfers = std::move(ids);
+        event.error.text = found.second;
         events_->post(std::move(event));
     }
 }

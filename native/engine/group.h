@@ -98,6 +98,7 @@ class Group {
     void housekeeping(std::int64_t now);
     void check_stall(Rail& rail, std::int64_t now);
     void check_links(Rail& rail, std::int64_t now);
+    void check_waiting(std::int64_t now);
     void fault(Event::Kind kind, OpError error, std::uint64_t silent_ns = 0, std::uint64_t outstanding_bytes = 0);
     void drain();
 
@@ -123,6 +124,7 @@ class Group {
     std::vector<std::shared_ptr<Transfer>> incoming_;
     std::vector<std::function<void()>> incoming_calls_;
     std::int64_t next_housekeeping_ns_ = 0;
+    std::int64_t look_again_ns_ = 0;  // for transfers that wait for rails that do nothing
 
     std::mutex close_mutex_;
     bool closed_ = false;  // guarded by close_mutex_

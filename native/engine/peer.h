@@ -61,12 +61,16 @@ struct Peer {
         bool tried = false;                 // again, and it is not known yet how that went
         std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
         std::int64_t reported_ns = 0;       // when it was last said that nothing completes
+        // Since when the NIC takes nothing, with nothing in flight that could make room; 0: it does. A NIC that cannot
+        // connect says no more than that.
+        std::int64_t refused_ns = 0;
     };
     // What one of our groups keeps of this peer: [remote group][pair], filled at the first use. The addresses stay in
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).
     struct Side {
         std::vector<std::vector<Link>> links;
-        std::deque<Transfer*> messages;  // not posted yet, in order
+        std::deque<Transfer*> messages;      // not posted yet, in order
+        std::uint64_t refused_in_round = 0;  // of the sender, when a transfer could post nothing
         PeerStats stats;
     };
 

@@ -16,8 +16,7 @@ constexpr std::uint64_t kMaxWriteBytes = 1 << 20;  // larger ones gain nothing a
 constexpr std::uint64_t kMaxPeerBytes = 4 << 20;   // bulk in flight to one peer on one rail: above bandwidth x delay
 constexpr std::size_t kMaxLinks = 64;              // rail pairs to one peer that are considered for a write
 constexpr std::uint32_t kEnoughOps = 64;           // in flight to one peer on one rail to keep it busy
-constexpr std::int64_t kKeptNs = kMillisecond;     // room that a batch waits for ...
-constexpr std::int64_t kLongestWaitNs = 100 * kMillisecond;  // ... before its writes go as there is room for each
+constexpr std::int64_t kKeptNs = kMillisecond;     // room that a batch waits for
 constexpr std::uint32_t kMaxBatch = 16;  // writes with one immediate: it costs little more than one write then
 
 OpError detail_of(const Error& error) {
@@ -217,13 +216,10 @@ bool may_defer(const Transfer& transfer, const Rail& rail, const Peer::Link& lin
 
 // A full queue has room for one write after the other. While enough are under way, a batch waits until all of it has,
 // and nobody takes the room away meanwhile: for a moment, since who waits may be gone the next time.
-bool waits_for_room(Transfer& transfer, const Rail& rail, Peer::Link& link, std::int64_t now) {
+bool waits_for_room(const Transfer& transfer, const Rail& rail, Peer::Link& link, std::int64_t now) {
     if (transfer.urgent || transfer.batch.link || link.ops_in_flight == 0) return false;
     const bool is_free = link.ops_in_flight < kMaxBatch || rail.has_room(link, kMaxBatch);
     if (is_free && link.ops_in_flight + kMaxBatch <= link.most_ops) return false;
-    // Small writes, which wait for nobody, may take the room again and again.
-    if (transfer.waits_since_ns == 0) transfer.waits_since_ns = now;
-    if (now - transfer.waits_since_ns > kLongestWaitNs) return false;
     link.kept_for = transfer.id;
     link.kept_until_ns = now + kKeptNs;
     return true;
@@ -234,7 +230,6 @@ void advance(Transfer& transfer, Peer::Link& link, bool defers, PostResult resul
     auto& batch = transfer.batch;
     if (result == PostResult::kOk) {
         link.kept_until_ns = 0;
-        if (defers) transfer.waits_since_ns = 0;
         const auto units = batch.units + transfer.planned.units, nbytes = batch.nbytes + transfer.planned.nbytes;
         batch = defers ? Batch{&link, batch.num_writes + 1, units, nbytes} : Batch{};
         if (!defers && link.most_ops < kEnoughOps) ++link.most_ops;
@@ -292,9 +287,24 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     return posted(result, op, rail, transfer);
 }
 
+namespace {
+
+// Takes back what was not posted, and books for its link what the NIC said.
+void book(PostResult result, Op* op, Rail& rail) {
+    auto& link = *op->link;
+    const auto now = op->posted_ns;
+    if (result != PostResult::kOk) rail.free_op(op);
+    if (result != PostResult::kAgain || link.ops_in_flight > 0)
+        link.refused_ns = 0;
+    else if (link.refused_ns == 0)
+        link.refused_ns = now;
+}
+
+}  // namespace
+
 PostResult Poster::posted(PostResult result, Op* op, Rail& rail, Transfer& transfer) {
+    book(result, op, rail);
     if (result != PostResult::kOk) {
-        rail.free_op(op);
         if (result == PostResult::kAgain)
             rail.stats.again.add(1);
         else
@@ -407,9 +417,32 @@ PostResult Poster::post_frame(const FrameHeader& header, std::span<const std::by
     std::memcpy(op->frame, &header, sizeof header);
     if (!payload.empty()) std::memcpy(op->frame + sizeof header, payload.data(), payload.size());
     const auto result = rail.post_frame(op);
-    if (result != PostResult::kOk) rail.free_op(op);
+    book(result, op, rail);
     if (result == PostResult::kFailed && transfer) transfer->fail(rail.nic().last_post_error());
     return result;
+}
+
+std::span<Peer::Link> Poster::next_links(const Transfer& transfer) {
+    if (transfer.kind == Transfer::Kind::kMessage) return std::span(links_to(*transfer.peer, 0)).first(1);
+    if (transfer.batch.link) return {transfer.batch.link, 1};
+    if (!transfer.signal_dst && !transfer.has_planned) return {};  // it stops
+    if (!transfer.signal_dst) return links_to(*transfer.peer, transfer.planned.piece->dst->group);
+    return std::span(links_to(*transfer.peer, transfer.signal_dst->group)).subspan(transfer.next_link, 1);
+}
+
+std::string Poster::why_held_up(const Transfer& transfer, std::int64_t now, std::int64_t for_ns) {
+    if (transfer.waits_since_ns == 0 || now - transfer.waits_since_ns < for_ns) return {};
+    std::string why;
+    for (const auto& link : next_links(transfer)) {
+        const auto since = link.ops_in_flight > 0 ? link.last_progress_ns : link.refused_ns;
+        if (since == 0 || now - since < for_ns) return {};
+        const auto& info = rails_[link.local_rail]->info();
+        why += (why.empty() ? "" : "; ") + info.provider + " NIC " + info.domain +
+               (link.ops_in_flight > 0 ? " has completed nothing to the peer for "
+                                       : " takes nothing for the peer, as if it could not connect, for ") +
+               std::to_string((now - since) / kMillisecond) + " ms";
+    }
+    return why;
 }
 
 bool Poster::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/rail.h"
@@ -25,6 +26,9 @@ class Poster {
     PostResult post_some(Transfer& transfer, std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
+    // Why a transfer that waits for a rail cannot go on: all that it may go by take nothing, or complete nothing, for
+    // `for_ns`. Empty if that is not so.
+    std::string why_held_up(const Transfer& transfer, std::int64_t now, std::int64_t for_ns);
 
   private:
     PostResult post_pages(Transfer& transfer, std::int64_t now);
@@ -40,6 +44,8 @@ class Poster {
     // Books an operation that was just posted, or takes it back.
     PostResult posted(PostResult result, Op* op, Rail& rail, Transfer& transfer);
     std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
+    // Those by which the next operation of a transfer may go.
+    std::span<Peer::Link> next_links(const Transfer& transfer);
 
     const std::uint32_t group_;
     const Epoch epoch_;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kMessagesPerTurn = 64;  // of a peer, before the next one's turn
 constexpr std::size_t kTurnsPerRound = 16;    // transfers served between two looks at the completion queues ...
-constexpr std::size_t kLooksPerRound = 512;   // ... and looked at, where most wait for a peer that takes nothing
+constexpr std::size_t kLooksPerRound = 256;   // ... and looked at
 }  // namespace
 
 Sender::Sender(std::uint32_t group, const Epoch& epoch, std::vector<std::unique_ptr<Rail>>& rails,
@@ -35,6 +35,7 @@ void Sender::add(std::shared_ptr<Transfer> transfer) {
 // -- posting ---------------------------------------------------------------------------------------------------------
 
 bool Sender::post(std::int64_t now) {
+    ++round_;
     bool worked = !parked_.empty() && unpark();
     worked |= post_messages(now);
     worked |= post_turns(urgent_, now);
@@ -57,7 +58,10 @@ bool Sender::post_messages(std::int64_t now) {
         talking_.pop_front();
         for (std::size_t n = kMessagesPerTurn; n > 0 && !messages.empty(); --n) {
             auto* t = messages.front();
-            if (!must_stop(*t, now) && poster_.post_some(*t, now) == PostResult::kAgain) break;
+            if (!must_stop(*t, now) && poster_.post_some(*t, now) == PostResult::kAgain) {
+                if (t->waits_since_ns == 0) t->waits_since_ns = now;
+                break;
+            }
             messages.pop_front();
             worked = true;
             stop_posting(*t);
@@ -123,14 +127,30 @@ void Sender::sweep(std::int64_t now) {
     }
 }
 
+// Beyond the usual number of turns only for peers that have not taken nothing in this round: transfers to one that
+// takes nothing, however many, do not keep those to others from their turns.
 bool Sender::post_turns(Queue& queue, std::int64_t now) {
-    std::size_t turns = 0;
-    for (std::size_t look = std::min(queue.size(), kLooksPerRound); look > 0 && turns < kTurnsPerRound; --look) {
+    std::size_t served = 0, tried = 0;
+    for (std::size_t look = std::min(queue.size(), kLooksPerRound);
+         look > 0 && served < kTurnsPerRound && tried < 2 * kTurnsPerRound; --look) {
         auto* t = queue.front();
         queue.pop_front();
+        auto& refused_in_round = t->peer->sides[group_]->refused_in_round;
+        const bool stops = must_stop(*t, now);
+        if (!stops && tried >= kTurnsPerRound && refused_in_round == round_) {
+            if (t->waits_since_ns == 0) t->waits_since_ns = now;
+            queue.push_back(t);
+            continue;
+        }
+        ++tried;
         const auto outstanding = t->outstanding;
-        const bool stopped = must_stop(*t, now) || poster_.post_some(*t, now) == PostResult::kFailed || t->all_posted;
-        turns += stopped || t->outstanding != outstanding;
+        const bool stopped = stops || poster_.post_some(*t, now) == PostResult::kFailed || t->all_posted;
+        const bool posted = t->outstanding != outstanding;
+        served += stopped || posted;
+        if (posted || t->waits_for)
+            t->waits_since_ns = 0;
+        else if (t->waits_since_ns == 0)
+            t->waits_since_ns = now;
         if (stopped) {
             stop_posting(*t);
         } else if (t->waits_for) {
@@ -138,10 +158,11 @@ bool Sender::post_turns(Queue& queue, std::int64_t now) {
             parked.next = std::min(parked.next, t->waits_for);
             parked.transfers.push_back(t);
         } else {
+            if (!posted) refused_in_round = round_;
             queue.push_back(t);
         }
     }
-    return turns > 0;
+    return served > 0;
 }
 
 bool Sender::anything_outstanding() const {

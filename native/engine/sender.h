@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <vector>
@@ -62,6 +63,24 @@ class Sender {
     // Ends what was cancelled while it waits: messages behind one that cannot be posted, transfers for a watch.
     void sweep(std::int64_t now);
 
+    // Calls fn(transfer, why) for each that has waited so long for rails that do nothing; once in `for_ns`.
+    template <typename Fn>
+    void for_each_held_up(std::int64_t now, std::int64_t for_ns, Fn&& fn) {
+        const auto look = [&](Transfer& first, const auto& all) {
+            if (now - first.reported_ns < for_ns) return;
+            const auto why = poster_.why_held_up(first, now, for_ns);
+            if (why.empty()) return;
+            for (auto* t : all) {
+                t->reported_ns = now;
+                fn(*t, why);
+            }
+        };
+        for (auto* queue : {&urgent_, &bulk_})
+            for (auto* t : *queue) look(*t, std::initializer_list<Transfer*>{t});
+        for (auto* peer : talking_)
+            if (auto& messages = peer->sides[group_]->messages; !messages.empty()) look(*messages.front(), messages);
+    }
+
     void stop_all();  // posts nothing more
     void end_all();   // the endpoints are closed: whatever is left is retired
 
@@ -86,6 +105,7 @@ class Sender {
     EventQueue& events_;
     std::atomic<std::size_t> in_flight_{0};
     bool stopping_ = false;
+    std::uint64_t round_ = 0;
 
     std::vector<std::shared_ptr<Transfer>> live_;
     Queue urgent_, bulk_;  // not everything posted yet; served in turn

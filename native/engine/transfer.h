@@ -65,10 +65,9 @@ struct Transfer {
     PlannedWrite planned{};
     PlannedWrite following{};  // the one after it, where that one may answer for it
     Batch batch;
-    std::int64_t waits_since_ns = 0;  // for room for a batch; 0: it does not
-    std::size_t message_offset = 0;   // of the next frame
-    std::size_t next_link = 0;        // kFlush, kConnect: to post on
-    bool has_planned = false;         // `planned` was taken from the cursor and could not be posted yet
+    std::size_t message_offset = 0;  // of the next frame
+    std::size_t next_link = 0;       // kFlush, kConnect: to post on
+    bool has_planned = false;        // `planned` was taken from the cursor and could not be posted yet
     bool has_following = false;
     bool all_posted = false;
     bool exhausted = false;  // all posted, or nothing more will be
@@ -77,6 +76,8 @@ struct Transfer {
     bool expired = false;         // its deadline passed before everything was posted
     std::uint32_t outstanding = 0;
     std::uint32_t outstanding_plain = 0;  // writes without an immediate that a later immediate answers for
+    std::int64_t waits_since_ns = 0;      // for a rail that takes its next operation; 0: it does not
+    std::int64_t reported_ns = 0;         // when it was last said that it is held up
     std::size_t live_index = 0;           // in the sender's list of transfers
     std::uint64_t bytes_done = 0;
     OpError error;

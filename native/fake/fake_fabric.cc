@@ -93,6 +93,14 @@ void FakeFabric::fail_call(const CallFault& fault) {
     world_->faults.push_back(fault);
 }
 
+void FakeFabric::refuse(NicId src, NicId dst, bool refused) {
+    std::lock_guard lock(world_->mutex);
+    if (refused)
+        world_->refused.insert({src, dst});
+    else
+        world_->refused.erase({src, dst});
+}
+
 void FakeFabric::kill(NicId nic, Death death) {
     std::lock_guard lock(world_->mutex);
     world_->kill(nic, death);

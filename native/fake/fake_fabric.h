@@ -112,6 +112,10 @@ class FakeFabric {
 
     void fail_call(const CallFault& fault);
 
+    // From now on `src` takes nothing for `dst` and says "again" each time, as a NIC does that cannot connect; until
+    // refuse(src, dst, false).
+    void refuse(NicId src, NicId dst, bool refused = true);
+
     // kill: the process of this NIC is gone. To the killed side the device has failed, so that it can clean up.
     void kill(NicId nic, Death death = Death::kErrors);
     // freeze: the process of this NIC is stopped; thaw lets it go on. Offloaded NICs go on moving data meanwhile.

@@ -230,7 +230,8 @@ PostResult FakeNic::post(Op op, PeerAddress peer, std::span<const WritePart> par
     }
     if (nic.storm == 0 && world_->percent(nic.profile.eagain_percent))
         nic.storm = 1 + static_cast<unsigned>(world_->below(nic.profile.eagain_polls));
-    if (nic.frozen || nic.storm || nic.tx_used >= nic.profile.tx_depth) {
+    const bool refused = world_->refused.contains({id_, nic.peers[peer]});
+    if (refused || nic.frozen || nic.storm || nic.tx_used >= nic.profile.tx_depth) {
         ++world_->stats.again;
         return PostResult::kAgain;
     }

@@ -139,6 +139,7 @@ struct World {
     std::list<Op> ops;
     std::vector<HeldRule> rules;
     std::vector<CallFault> faults;
+    std::set<std::pair<NicId, NicId>> refused;  // what the first takes nothing for
     // Ordered pairs after a failure: operations with smaller ids than this do not pass.
     std::map<std::pair<NicId, NicId>, std::uint64_t> broken;
     std::vector<std::string> violations;

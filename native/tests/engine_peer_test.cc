@@ -17,6 +17,34 @@ std::string step_name(const ::testing::TestParamInfo<Step>& param) {
     return names[static_cast<int>(param.param)];
 }
 
+// Transfers to a peer that takes nothing wait in the same queue as those to others, but do not take their turns.
+TEST(EnginePeers, thousands_that_wait_for_one_peer_hold_up_nobody) {
+    constexpr unsigned kWaiting = 4000, kTries = 5;
+    Cluster cluster(std::random_device{}());
+    NodeShape shape;
+    shape.profile.eagain_percent = 0;
+    auto &a = cluster.add(shape), &stopped = cluster.add(shape), &other = cluster.add(shape);
+    const auto held =
+        cluster.fabric.add_rule({.step = Step::kLeave,
+                                 .match = [id = stopped.nics[0][0]](const OpView& op) { return op.dst == id; },
+                                 .times = Rule::kAlways,
+                                 .action = Action::kHold});
+    for (unsigned i = 0; i < kWaiting; ++i) a.write(stopped, 0, 0, 64);
+    const auto ops = [&] { return a.rail(0).stats.ops.get(); };
+    // Each sleep of the progress thread is a round more in which the write had no turn. A busy machine adds some.
+    std::uint64_t least = ~std::uint64_t{0};
+    for (unsigned i = 0; i < kTries; ++i) {
+        cluster.wait([] { return false; }, milliseconds(30));
+        const auto sleeps = a.engine->group(0).rest().sleeps(), before = ops();
+        const auto id = a.write(other, 0, 0, 64);
+        for (const auto end = now_ns() + 30 * kSecond; ops() == before && now_ns() < end;) std::this_thread::yield();
+        least = std::min(least, a.engine->group(0).rest().sleeps() - sleeps);
+        ASSERT_TRUE(cluster.wait([&] { return a.ended(id); })) << cluster.where();
+    }
+    EXPECT_LT(least, kWaiting / 64);
+    cluster.fabric.release(held);
+}
+
 class EnginePeerAtStep : public ::testing::TestWithParam<Step> {
   protected:
     // A source, a target that something happens to at the parameter's step, and a bystander.
@@ -286,6 +314,91 @@ TEST(EnginePeer, transfers_that_one_rail_holds_up_are_named_while_others_go_on) 
     cluster.fabric.release(held);
     ASSERT_TRUE(cluster.wait([&] { return a.ended(stuck) && a.ended(second); }));
     EXPECT_EQ(a.outcome(stuck), Outcome::kOk);
+}
+
+// A NIC that cannot connect takes nothing, for ever, and says no more than "again".
+class EngineUnconnected : public ::testing::Test {
+  protected:
+    EngineUnconnected() {
+        GroupOptions options;
+        options.stall_ns = 50 * kMillisecond;
+        a = &cluster.add({.rails = {1, 2}, .options = options});
+        b = &cluster.add({.rails = {1, 2}});
+        c = &cluster.add({.rails = {1, 2}});
+    }
+    void refuse(std::size_t rail, bool refused = true) {
+        for (const auto to : b->nics[1]) cluster.fabric.refuse(a->nics[1][rail], to, refused);
+    }
+    // In the second group.
+    std::uint64_t write(Node& to) {
+        auto piece = a->piece(to, 0, 0, 100);
+        piece.src = a->regions[1];
+        piece.dst = to.remotes[1];
+        return a->engine->submit_pages(Transfer::Kind::kWrite, {{a->peer(to), {piece}, {}}}, 0)[0]->id;
+    }
+    bool go_on(const std::function<bool()>& done) {
+        return cluster.wait([&] {
+            if (a->engine->group(1).sender().in_flight() < 4) write(*c);
+            return done();
+        });
+    }
+    bool is_named(std::uint64_t id) const {
+        return std::any_of(a->held_up.begin(), a->held_up.end(), [&](const Event& event) {
+            return std::find(event.transfers.begin(), event.transfers.end(), id) != event.transfers.end();
+        });
+    }
+
+    Cluster cluster{std::random_device{}()};
+    Node *a = nullptr, *b = nullptr, *c = nullptr;
+};
+
+TEST_F(EngineUnconnected, what_waits_for_a_peer_that_is_never_connected_is_named) {
+    refuse(0);
+    refuse(1);
+    const auto stuck = write(*b), other = write(*b);
+    ASSERT_TRUE(go_on([&] { return is_named(stuck) && is_named(other); })) << cluster.where();
+    EXPECT_EQ(a->held_up[0].peer, a->peer(*b)->epoch);
+    EXPECT_NE(a->held_up[0].error.text.find("takes nothing for the peer"), std::string::npos)
+        << a->held_up[0].error.text;
+    EXPECT_FALSE(a->ended(stuck));
+    const auto num_reports = a->held_up.size();
+    ASSERT_TRUE(go_on([&] { return a->held_up.size() > num_reports; })) << "again, while it lasts";
+    refuse(0, false);
+    ASSERT_TRUE(go_on([&] { return a->ended(stuck) && a->ended(other); })) << cluster.where();
+    EXPECT_EQ(a->outcome(stuck), Outcome::kOk);
+}
+
+TEST_F(EngineUnconnected, it_ends_with_its_peer) {
+    refuse(0);
+    refuse(1);
+    const auto stuck = write(*b);
+    ASSERT_TRUE(go_on([&] { return is_named(stuck); })) << cluster.where();
+    a->engine->remove_peer(a->peer(*b));
+    ASSERT_TRUE(go_on([&] { return a->ended(stuck) != nullptr; })) << cluster.where();
+    EXPECT_EQ(a->outcome(stuck), Outcome::kFailed);
+}
+
+TEST_F(EngineUnconnected, what_goes_by_another_rail_is_not_held_up) {
+    refuse(0);
+    std::vector<std::uint64_t> ids;
+    const auto until = now_ns() + 200 * kMillisecond;
+    ASSERT_TRUE(go_on([&] {
+        const bool ended = ids.empty() || a->ended(ids.back());
+        if (ended && now_ns() > until) return true;
+        if (ended) ids.push_back(write(*b));
+        return false;
+    })) << cluster.where();
+    EXPECT_TRUE(a->held_up.empty());
+    EXPECT_GT(ids.size(), 1u);
+    for (const auto id : ids) EXPECT_EQ(a->outcome(id), Outcome::kOk);
+}
+
+TEST_F(EngineUnconnected, messages_that_are_never_taken_are_named) {
+    cluster.fabric.refuse(a->nics[0][0], b->nics[0][0]);
+    const auto first = a->send(*b, 100), second = a->send(*b, 100);
+    ASSERT_TRUE(go_on([&] { return is_named(first) && is_named(second); })) << cluster.where();
+    cluster.fabric.refuse(a->nics[0][0], b->nics[0][0], false);
+    ASSERT_TRUE(go_on([&] { return a->ended(first) && a->ended(second); })) << cluster.where();
 }
 
 }  // namespace

@@ -27,7 +27,9 @@ from .fabrics import nics_of, patient
 LAYERS, HEADS, DIM, PAGE_TOKENS, NUM_PAGES = 4, 3, 8, 16, 128
 CANARY, SPOILT = -1.0, -2.0
 BOUNDS = Bounds(
-    **patient(handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, drain_s=0.5)
+    **patient(
+        handshake_s=10.0, connect_rails_s=5.0, accept_s=10.0, request_s=30.0, cancel_s=3.0, count_s=5.0, drain_s=0.5
+    )
 )
 # Two seconds: a process that only waits for a core is not to be called lost.
 OPTIONS = EngineOptions(**patient(heartbeat_interval_s=0.1, heartbeat_misses=20))
@@ -66,7 +68,9 @@ def pages_of(values):
 class PrefillNode:
     """Computes requests one after the other on a thread of its own."""
 
-    def __init__(self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp"):
+    def __init__(
+        self, tp_size, tell=lambda event: None, num_nics=1, provider="tcp", engine=None, group=0, bounds=BOUNDS, **more
+    ):
         self.tell = tell
         self.spec, self.arrays = make_cache(tp_size, SPOILT)
         self.free = list(np.random.default_rng(5).permutation(NUM_PAGES))
@@ -74,10 +78,10 @@ class PrefillNode:
         self.pages, self.queue = {}, []
         self.refuse, self.chunks_allowed, self.stopping = None, 1 << 30, False
         self.word = None  # to bump it, as a GPU would, instead of calling layer_done
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
+        self.engine = engine or Engine(provider, nics=nics_of(provider, num_nics), options=OPTIONS)
         tails = TailPool(self.engine, {"values": ("float32", (5,))})
-        regions = [[self.engine.register(array)] for array in self.arrays]
-        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, BOUNDS, tail=tails)
+        regions = [[self.engine.register(array, group=group)] for array in self.arrays]
+        self.messenger = PrefillMessenger(self.engine, self.spec, regions, self, bounds, tail=tails, **more)
         self.thread = threading.Thread(target=self.compute, daemon=True)
         self.thread.start()
 
@@ -168,13 +172,15 @@ class PrefillNode:
 class DecodeNode:
     """Submits requests and checks every byte at the moment they are ready."""
 
-    def __init__(self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread"):
+    def __init__(
+        self, tp_size, heads=HEADS, num_nics=1, provider="tcp", bounds=BOUNDS, dispatch="thread", engine=None, group=0
+    ):
         self.spec, self.arrays = make_cache(tp_size, CANARY, heads)
         self.free = list(np.random.default_rng(6).permutation(NUM_PAGES))
         options = msgspec.structs.replace(OPTIONS, dispatch=dispatch)
-        self.engine = Engine(provider, nics=nics_of(provider, num_nics), options=options)
+        self.engine = engine or Engine(provider, nics=nics_of(provider, num_nics), options=options)
         self.tails = TailPool(self.engine, {"values": ("float32", (5,))})
-        regions = [[self.engine.register(array)] for array in self.arrays]
+        regions = [[self.engine.register(array, group=group)] for array in self.arrays]
         self.messenger = DecodeMessenger(self.engine, self.spec, regions, self.tails, bounds)
         self.addresses = []
         self.lock = threading.Lock()

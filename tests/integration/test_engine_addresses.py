@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from fabric_kv.errors import ConfigError, FabricError
 from fabric_kv.regions import EngineAddress
 
 from .engine_peer import LONG
+from .forwarder import Forwarder
 
 HOST = "127.0.0.1"
 
@@ -39,67 +39,18 @@ def at_free_port(provider: str, options: EngineOptions, host: str = HOST) -> tup
     raise AssertionError("no port was free")
 
 
-class Forwarder:
-    """What a NAT or a container's port map does: connections to our port go on to another."""
-
-    def __init__(self) -> None:
-        self.target = (HOST, 0)  # set before anyone knows of us
-        self.num_connections = 0
-        self._listener = socket.create_server((HOST, 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._wake, self._bell = socket.socketpair()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._bell.send(b"x")
-        self._thread.join(LONG)
-        self._bell.close()
-
-    def _run(self) -> None:
-        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
-            stack.enter_context(self._listener)
-            stack.enter_context(self._wake)
-            waiting.register(self._listener, selectors.EVENT_READ)
-            waiting.register(self._wake, selectors.EVENT_READ)
-            while True:
-                for key, _ in waiting.select():
-                    if key.fileobj is self._wake:
-                        return
-                    if key.fileobj is not self._listener:
-                        self._carry(waiting, key)
-                        continue
-                    near = stack.enter_context(self._listener.accept()[0])
-                    far = stack.enter_context(socket.create_connection(self.target, LONG))
-                    self.num_connections += 1
-                    waiting.register(near, selectors.EVENT_READ, far)
-                    waiting.register(far, selectors.EVENT_READ, near)
-
-    @staticmethod
-    def _carry(waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        source, sink = key.fileobj, key.data
-        assert isinstance(source, socket.socket)
-        with contextlib.suppress(OSError):
-            if data := source.recv(1 << 16):
-                sink.sendall(data)
-                return
-        waiting.unregister(source)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
-
-
 @contextlib.contextmanager
 def hidden_engine(provider: str) -> Iterator[tuple[Engine, Forwarder]]:
     """An engine that tells peers the forwarder's address."""
     forwarder = Forwarder()
     try:
-        options = EngineOptions(advertise={HOST: f"{HOST}:{forwarder.port}"})
+        options = EngineOptions(advertise={HOST: forwarder.address})
         engine, port = at_free_port(provider, options)
         forwarder.target = (HOST, port)
         with engine:
             rail = engine.describe()["groups"][0]["rails"][0]
             assert rail["address"] == f"{HOST}:{port}"
-            assert rail["advertised"] == f"{HOST}:{forwarder.port}"
+            assert rail["advertised"] == forwarder.address
             yield engine, forwarder
     finally:
         forwarder.close()

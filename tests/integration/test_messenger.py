@@ -23,13 +23,13 @@ from fabric_kv.errors import (
     RequestRejectedError,
     RequestTimeoutError,
 )
-from fabric_kv.messenger import Chunk, RequestState
+from fabric_kv.messenger import Chunk, RequestState, wire
 from fabric_kv.regions import EngineAddress
 
 from .child import LONG, ChildProcess
 from .engine_peer import wait_for
 from .fabrics import SLOWER, with_rdma
-from .messenger_node import BOUNDS, DecodeNode, PrefillNode
+from .messenger_node import BOUNDS, LAYERS, DecodeNode, PrefillNode
 from .shm_queue import stop_without_locks
 
 
@@ -170,6 +170,26 @@ def test_a_step_that_failed_is_not_written_when_the_word_goes_on(start):
         assert isinstance(handle.exception(LONG), RequestFailedError)
         assert wait_for(lambda: not node.pages)
         word[0] = step << 16  # for the next step's number
+
+
+def test_a_source_page_that_is_reused_too_early_is_noticed_where_that_is_asked_for(start):
+    node, decode = start("prefill here", 1, check_sources=True), start("here", 1)
+    peer = decode.messenger.connect(node.engine.address)
+    for handle in [decode.submit(peer, number, 100) for number in range(3)]:
+        decode.check(handle, LONG)
+    node.allow(0)
+    handle = decode.submit(peer, 3, 16)
+    assert wait_for(lambda: node.pages)
+    ((key, pages),) = node.pages.items()
+    step = node.messenger.begin_step([Chunk(key, 0, 16, [pages], True)])
+    node.messenger.layer_done(step, 0)
+    node.arrays[0][0][0, pages[0], 0, 3] += 1
+    for layer in range(1, LAYERS):
+        node.messenger.layer_done(step, layer)
+    error = handle.exception(LONG)
+    assert isinstance(error, RequestFailedError)
+    assert f"source page {pages[0]} was changed in layer 0 before it had been sent" in str(error)
+    assert node.messenger.state()["counts"]["changed_sources"] == 1
 
 
 @pytest.mark.parametrize(("prefill_nics", "decode_nics"), [(3, 3), (3, 1), (1, 2)])
@@ -397,7 +417,7 @@ def test_random_bytes_on_the_control_path_change_nothing(start, seed):
     dice = np.random.default_rng(seed)
     target = liar.engine.add_peer(prefill.address)
     for size in (0, 1, 4, 100, 20_000, 1 << 20):
-        for prefix in (b"", b"FKV\x01", b"FKV\x03"):
+        for prefix in (b"", b"FKV\x01", b"FKV" + bytes([wire.PROTOCOL_VERSION])):
             liar.engine.send(target, prefix + dice.bytes(size)).result(LONG)
     peer = decode.messenger.connect(prefill.address)
     next_one_works(prefill, decode, peer)

@@ -59,10 +59,12 @@ def disturb(sim):
         sim.fabric.hold_up(sim.prefill_engine)
     elif dice < 0.93:
         sim.scheduler.refuse = None if sim.scheduler.refuse else "not now"
+    elif dice < 0.97:
+        sim.fabric.lose_counts += sim.random.randint(1, 3)
 
 
 def calm(sim):
-    sim.fabric.fail_writes = 0
+    sim.fabric.fail_writes = sim.fabric.lose_counts = 0
     sim.fabric.hold_writes = sim.scheduler.pause = False
     sim.scheduler.refuse = None
     sim.fabric.drop_messages = 0.0

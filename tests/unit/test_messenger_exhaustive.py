@@ -20,6 +20,7 @@ from fabric_kv.messenger.state import (
     CancelConfirmed,
     CancelExpired,
     CounterFired,
+    CountExpired,
     DeadlinePassed,
     FailAsked,
     Failed,
@@ -33,6 +34,7 @@ from fabric_kv.messenger.state import (
     Retired,
     ServeState,
     Stalled,
+    Written,
 )
 
 REQUEST, CANCEL = "request", "cancel"
@@ -87,6 +89,8 @@ def prefill(world: World, event: object) -> World:
         elif effect is ServeEffect.SEND_STALLED:
             assert world.flying, "called stalled with nothing in flight"
             sent.add(Stalled("stuck"))
+        elif effect is ServeEffect.TELL_WRITTEN:
+            sent.add(Written())
     clean = serve.pages_clean if ServeEffect.END in effects else world.ended_clean
     ends = world.serve_ends + effects.count(ServeEffect.END)
     return replace(world, serve=serve, sent=frozenset(sent), ended_clean=clean, serve_ends=ends)
@@ -98,6 +102,8 @@ def successors(world: World) -> Iterator[World]:
     yield from (decode(world, event) for event in enders)
     if world.fetch.phase is RequestState.CANCELLING or world.fetch.peer_quiescent is not None:
         yield decode(world, CancelExpired())
+    if world.fetch.written:
+        yield decode(world, CountExpired("some are missing"))
     yield from (decode(world, message) for message in world.sent if not isinstance(message, str))
     if not world.left:
         yield from from_messages_to_prefill(world)
@@ -117,7 +123,8 @@ def from_messages_to_prefill(world: World) -> Iterator[World]:
         if world.serve is not None and not world.serve.phase.final:
             yield prefill(world, CancelAsked())
         else:
-            yield replace(world, seen=True, sent=world.sent | {CancelConfirmed(world.ended_clean)})
+            written = world.serve is not None and world.serve.phase is ServeState.RELEASED
+            yield replace(world, seen=True, sent=world.sent | {CancelConfirmed(world.ended_clean, written)})
 
 
 def goodbye(world: World) -> World:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fabric_kv.errors import ConfigError, PeerLostError
-from fabric_kv.messenger.poison import PoisonBook, PoisonedPages
+from fabric_kv.messenger.poison import PoisonBook, PoisonedPages, PoisonEntry
 from fabric_kv.transfers import Peer
 
 from .messenger_sim import Sim
@@ -119,28 +119,32 @@ def test_a_peer_that_leaves_gives_its_keys_back(seed):
 @pytest.mark.parametrize("run", range(4))
 def test_the_book_agrees_with_a_plain_list(seed, run):
     dice = random.Random(seed + run)
-    book, plain = PoisonBook(3, 2), []
+    book, plain, believed = PoisonBook(3, 2), [], set()
     for number in range(60):
         if dice.random() < 0.7:
             pages = tuple(np.array(dice.sample(range(40), dice.randint(0, 3)), np.int64) for _ in range(2))
             epoch = bytes([dice.randrange(4)])
             item = PoisonedPages(str(number), epoch, dice.randrange(3), pages, dice.random() < 0.2)
-            book.add(item, Peer(None, epoch), generation=number, tail_slot=number)
+            redeemable = not item.exceeded and dice.random() < 0.7  # by the peer's word
+            book.add(PoisonEntry(item, number, number, redeemable, ()), Peer(None, epoch))
             plain.append(item)
+            if redeemable:
+                believed.add(item.request_id)
         elif dice.random() < 0.5:
-            redeemed = dice.sample(plain, min(len(plain), 2))
+            redeemed, counted = dice.sample(plain, min(len(plain), 2)), dice.random() < 0.3
             for item in redeemed:
-                book.redeem(item.peer, int(item.request_id))
+                book.redeem(item.peer, int(item.request_id), counted=counted and not item.exceeded)
                 book.redeem(bytes([9]), int(item.request_id))  # another peer's of the same number
             assert book.items == plain
-            clean = [item for item in plain if item in redeemed and not item.exceeded]
-            assert [item for item, _ in book.take_redeemed()] == clean
+            clean = [item for item in redeemed if item.request_id in believed or (counted and not item.exceeded)]
+            clean = [item for item in plain if item in clean]
+            assert [entry.item for entry in book.take_redeemed()] == clean
             plain = [item for item in plain if item not in clean]
         else:
             epoch = bytes([dice.randrange(4)])
             taken = book.take(epoch)
-            assert [item for item, _ in taken] == [i for i in plain if i.peer == epoch and not i.exceeded]
-            assert [str(slot) for _, slot in taken] == [item.request_id for item, _ in taken]
+            assert [entry.item for entry in taken] == [i for i in plain if i.peer == epoch and not i.exceeded]
+            assert [str(entry.tail_slot) for entry in taken] == [entry.item.request_id for entry in taken]
             plain = [i for i in plain if i.peer != epoch or i.exceeded]
         assert book.items == plain
         assert {peer.epoch for peer in book.peers} == {item.peer for item in plain if not item.exceeded}

@@ -210,10 +210,10 @@ def test_a_peer_of_another_version_is_told(seed, monkeypatch):
         return bytes(frame)
 
     monkeypatch.setattr(wire, "encode", encode_a_newer_hello)
-    with pytest.raises(PlanError, match="the peer speaks messenger protocol 4, this side speaks 3"):
+    with pytest.raises(PlanError, match="the peer speaks messenger protocol 5, this side speaks 4"):
         connect(sim, other)
     monkeypatch.setattr(wire, "encode", lambda message: encode(message)[:3] + b"\x07" + encode(message)[4:])
-    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 3"):
+    with pytest.raises(ProtocolError, match="the peer speaks messenger protocol 7, this side speaks 4"):
         connect(sim, another_decode(sim))
 
 

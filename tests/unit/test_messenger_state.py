@@ -18,6 +18,7 @@ from fabric_kv.messenger.state import (
     Closing,
     CounterBroken,
     CounterFired,
+    CountExpired,
     DeadlinePassed,
     EngineClosed,
     FailAsked,
@@ -34,6 +35,7 @@ from fabric_kv.messenger.state import (
     SeenWindow,
     ServeState,
     Stalled,
+    Written,
 )
 
 GENERATION = 7
@@ -93,6 +95,11 @@ class Pair(RuleBasedStateMachine):
     def cancel_timer_fires(self):
         self.decode(CancelExpired())
 
+    @precondition(lambda self: self.fetch.written)
+    @rule()
+    def count_timer_fires(self):
+        self.decode(CountExpired("some are missing"))
+
     @precondition(lambda self: self.to_decode)
     @rule(pick=st.integers(0, 5), fate=FATE)
     def message_to_decode(self, pick, fate):
@@ -124,6 +131,8 @@ class Pair(RuleBasedStateMachine):
                     assert self.flying, "called stalled with nothing in flight"
                     self.stalls += 1
                     self.to_decode.append(Stalled("stuck"))
+                case ServeEffect.TELL_WRITTEN:
+                    self.to_decode.append(Written())
                 case ServeEffect.END:
                     self.ends["serve"] += 1
                     assert not self.flying, "ended while writes were in flight"
@@ -145,7 +154,8 @@ class Pair(RuleBasedStateMachine):
             self.prefill(CancelAsked())
         else:
             self.seen.add(GENERATION)
-            self.to_decode.append(CancelConfirmed(self.ended_clean))
+            written = self.serve is not None and self.serve.phase is ServeState.RELEASED
+            self.to_decode.append(CancelConfirmed(self.ended_clean, written))
 
     @precondition(lambda self: self.serve is not None)
     @rule(event=st.sampled_from([Accepted(), Accepted(), Refused("no")]))
@@ -347,6 +357,61 @@ def test_a_stall_ends_with_what_the_peer_can_say_of_the_pages(answer, clean):
     assert run(fetch, fetch_step, Rejected("a lie"))[0] == fetch
     fetch, _ = run(fetch, fetch_step, answer)
     assert (fetch.phase, fetch.pages_clean) == (RequestState.STALLED, clean)
+
+
+def test_what_is_written_and_not_counted_is_a_stall_of_its_own():
+    fetch, effects = run(Fetch(waiting=1), fetch_step, Written(), Written(), Rejected("a lie"))
+    assert effects[:2] == [FetchEffect.START_COUNT_TIMER, FetchEffect.LATE]
+    assert fetch.phase is RequestState.CANCELLING, "a reject of what was written"
+    fetch, _ = run(fetch, fetch_step, CountExpired("0 of 9"))
+    assert (fetch.phase, fetch.pages_clean) == (RequestState.FAILED, False)
+    fetch, effects = run(Fetch(waiting=1), fetch_step, Accepted(), Written(), CountExpired("0 of 9"))
+    assert (fetch.phase, fetch.reason, fetch.pages_clean) == (RequestState.STALLED, "0 of 9", False)
+    assert effects == [FetchEffect.START_COUNT_TIMER, FetchEffect.END]
+
+
+def test_counters_that_are_behind_the_news_make_a_request_ready():
+    fetch, _ = run(Fetch(waiting=0b11), fetch_step, Written(), CounterFired(1), CounterFired(0))
+    assert (fetch.phase, fetch.pages_clean) == (RequestState.READY, True)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [(Written(), CancelConfirmed(True)), (CancelConfirmed(True, written=True), Written())],
+    ids=["in order", "not"],
+)
+def test_a_confirmed_cancel_of_what_is_written_waits_for_the_counters(news):
+    fetch, effects = run(Fetch(waiting=1), fetch_step, CancelAsked(), *news)
+    assert (fetch.phase, effects.count(FetchEffect.START_COUNT_TIMER)) == (RequestState.CANCELLING, 1)
+    counted = run(fetch, fetch_step, CounterFired(0))[0]
+    assert (counted.phase, counted.pages_clean) == (RequestState.CANCELLED, True)
+    for expired in (CancelExpired(), CountExpired("0 of 9")):
+        lost = run(fetch, fetch_step, expired)[0]
+        assert (lost.phase, lost.pages_clean) == (RequestState.CANCELLED, False)
+
+
+def test_no_word_of_the_peer_proves_pages_clean_that_miss_what_it_has_written():
+    """Whatever follows: the counters, a fence or the engine's end."""
+    proofs = (CounterFired(0), PeerLost("lost", fenced=True), EngineClosed())
+    events = (*proofs, Accepted(), Rejected("no"), Failed("x", True), CancelConfirmed(True), CancelAsked())
+    events += (PeerLeft(True), PeerLost("lost"), CancelExpired(), CountExpired("0 of 9"), DeadlinePassed())
+    num_clean = num_ended = 0
+    for sequence in itertools.product(events, repeat=3):
+        fetch, last = run(Fetch(waiting=1), fetch_step, Written())[0], None
+        for event in sequence:
+            if not fetch.phase.final:
+                fetch, last = fetch_step(fetch, event)[0], event
+        num_ended += fetch.phase.final
+        num_clean += bool(fetch.pages_clean)
+        assert not fetch.pages_clean or last in proofs, sequence
+    assert 0 < num_clean < num_ended
+
+
+def test_a_released_request_is_told_as_written_unless_nobody_listens():
+    events = (Accepted(), Planned(1), Posted(), AllPlanned())
+    assert run(Serve(), serve_step, *events, Retired())[1][-2:] == [ServeEffect.TELL_WRITTEN, ServeEffect.END]
+    serve, effects = run(Serve(), serve_step, *events, Retired("cancelled"))
+    assert (serve.phase, ServeEffect.TELL_WRITTEN in effects) == (ServeState.FAILED, False)
 
 
 def test_an_ended_request_confirms_again():

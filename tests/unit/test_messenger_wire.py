@@ -12,7 +12,7 @@ from fabric_kv.errors import ConfigError, ProtocolError
 from fabric_kv.messenger import wire
 from fabric_kv.regions import CounterToken
 
-VERSION = b"FKV\x03"
+VERSION = b"FKV\x04"
 REQUEST = wire.Request(
     request_id="r1",
     generation=5,
@@ -45,8 +45,10 @@ MESSAGES = [
     wire.Reject(5, "no room", "no_capacity"),
     wire.Fail(5, "broken", False),
     wire.Stalled(5, "stuck"),
+    wire.Written([5, 1 << 62]),
     wire.Cancel(5),
     wire.CancelConfirm(5, True),
+    wire.CancelConfirm(5, True, written=True),
     wire.Goodbye(3, True),
 ]
 
@@ -56,14 +58,14 @@ def test_every_message_survives_the_wire(message):
     assert wire.decode(wire.encode(message)) == message
 
 
-def test_version_3_bytes_do_not_change():
+def test_version_4_bytes_do_not_change():
     """A change here needs a new PROTOCOL_VERSION."""
-    assert wire.encode(wire.Accept(5)).hex() == "464b560382a474797065a6616363657074aa67656e65726174696f6e05"
+    assert wire.encode(wire.Accept(5)).hex() == "464b560482a474797065a6616363657074aa67656e65726174696f6e05"
     assert wire.encode(wire.Fail(5, "x", True)).hex() == (
-        "464b560384a474797065a46661696caa67656e65726174696f6e05a6726561736f6ea178ab70616765735f636c65616ec3"
+        "464b560484a474797065a46661696caa67656e65726174696f6e05a6726561736f6ea178ab70616765735f636c65616ec3"
     )
     assert wire.encode(REQUEST).hex() == (
-        "464b56038da474797065a772657175657374aa726571756573745f6964a27231aa67656e65726174696f6e05a6746f6b656e"
+        "464b56048da474797065a772657175657374aa726571756573745f6964a27231aa67656e65726174696f6e05a6746f6b656e"
         "739220c40c010000000200000070110100a57061676573929220c40809000000040000009240c4080000000000010000aa73"
         "6f757263655f73657401a663616368656410a8636f756e7465727392940301cd100000c0a97461696c5f736c6f7402aa6465"
         "61646c696e655f73cb3ff8000000000000a6706172616d73c40378797aa2647002ac7461696c5f636f756e746572940301cd"
@@ -73,8 +75,8 @@ def test_version_3_bytes_do_not_change():
 
 def test_a_hello_of_another_version_says_who_asks():
     frame = bytearray(wire.encode(HELLO))
-    frame[3] = 4
-    with pytest.raises(wire.VersionMismatch, match="peer speaks messenger protocol 4, this side speaks 3") as caught:
+    frame[3] = 3
+    with pytest.raises(wire.VersionMismatch, match="peer speaks messenger protocol 3, this side speaks 4") as caught:
         wire.decode(bytes(frame))
     assert caught.value.hello == wire.AnyHello(3, b"addr", bytes(16))
     frame = bytearray(wire.encode(wire.Accept(1)))

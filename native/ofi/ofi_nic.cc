@@ -393,6 +393,7 @@ void OfiNic::close_endpoint() {
     // rxm crashes when one of its own messages (a credit) is still unread as its connection closes: read first.
     const auto read = [&] {
         for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
+            const auto lock = at_work();
             fi_cq_err_entry error{};
             const auto n = fi_cq_read(cq_.get(), entries_.data(), entries_.size());
             empty = n == -FI_EAGAIN ? empty + 1 : 0;
@@ -435,14 +436,17 @@ int OfiNic::poll(std::span<Completion> out) {
     for (ssize_t i = 0; i < n; ++i) {
         const auto& entry = entries_[i];
         auto& completion = out[i];
-        completion.has_imm = entry.flags & FI_REMOTE_CQ_DATA;
+        // Whoever sends a message may add data to it, which we do not: it is a message all the same, and has used up
+        // the receive of one.
+        const bool message = (entry.flags & FI_RECV) && !(entry.flags & FI_REMOTE_WRITE);
+        completion.has_imm = (entry.flags & FI_REMOTE_CQ_DATA) && !message;
         completion.imm = static_cast<std::uint32_t>(entry.data);  // providers may hand over 64 bits: keep 32
         completion.nbytes = entry.len;
         completion.context = static_cast<OpContext*>(entry.op_context);
         if (completion.has_imm)
             completion.kind = Completion::kRemoteWrite;
         else
-            completion.kind = entry.flags & FI_RECV ? Completion::kReceived : Completion::kSent;
+            completion.kind = message ? Completion::kReceived : Completion::kSent;
         // Only where an immediate uses up a receive is its context ours: elsewhere it is stale or null.
         if (completion.has_imm && !facts_.imm_uses_recv) completion.context = nullptr;
     }

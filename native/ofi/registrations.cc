@@ -5,6 +5,7 @@
 #include <rdma/fi_errno.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "ofi/limits.h"
@@ -88,8 +89,11 @@ void Registrations::close_all(const std::set<void*>& kept) {
 template <typename Call>
 std::unique_ptr<MemoryHandle> Registrations::registered(const char* op, const std::string& what, void* base,
                                                         std::uint64_t nbytes, Call&& call) {
-    thread_local std::mt19937_64 random{std::random_device{}()};
-    // Keys that a peer cannot guess, as wide as the provider takes; where the provider picks keys this one is ignored.
+    // Keys that a peer cannot guess, also not from those that it was given, as wide as the provider takes; where the
+    // provider picks keys this one is ignored.
+    thread_local std::random_device device;
+    static_assert(std::numeric_limits<std::random_device::result_type>::digits == 32);
+    const auto random = [] { return std::uint64_t{device()} << 32 | device(); };
     const std::size_t key_bytes = std::min<std::size_t>(attr_.mr_key_size, 8);
     const std::uint64_t mask = key_bytes >= 8 ? ~std::uint64_t{0} >> 1 : (std::uint64_t{1} << (8 * key_bytes)) - 1;
     fid_mr* mr = nullptr;

@@ -105,6 +105,7 @@ class SharedBuffer(ABC):
         self._imported = imported
         self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
         self._lost: Exception | None = None
+        self._lease: object = None  # of an imported one: what keeps its owner watched
         self._num_registering = 0
         self._lock = threading.Lock()
 
@@ -204,6 +205,8 @@ class SharedBuffer(ABC):
                     f"{self!r} is registered by {len(open_regions)} region(s): close these, or their engine, first"
                 )
             self._unmap()
+            lease, self._lease = self._lease, None
+        del lease  # its end may wait for a thread that takes our lock
 
     @abstractmethod
     def _unmap(self) -> None: ...

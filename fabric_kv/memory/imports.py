@@ -146,6 +146,13 @@ class _Owner:
 _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 
+class _Lease:
+    """Held by all that was imported from one owner: with the last of it the owner is watched no more."""
+
+    def __init__(self, owner: _Owner) -> None:
+        self.end = weakref.finalize(self, owner.close)
+
+
 def _abandon_in_child() -> None:
     for owner in _owners:
         owner.abandon()
@@ -156,6 +163,9 @@ os.register_at_fork(after_in_child=_abandon_in_child)
 
 class ImportedBuffers(Mapping[str, SharedBuffer]):
     """The buffers of one owner, by name. Made by :func:`import_buffers`; a context manager that closes.
+
+    The owner is watched, and knows of us, until :meth:`close` or until this, the last buffer and the last region are
+    dropped. Arrays and tensors alone keep the memory mapped, and nothing else.
 
     Attributes
     ----------
@@ -176,7 +186,9 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
         self.pid = owner.who.pid
         self._owner = owner
         self._buffers = buffers
-        self._finalizer = weakref.finalize(self, owner.close)
+        self._lease = _Lease(owner)
+        for buffer in buffers.values():
+            buffer._lease = self._lease  # regions hold their buffers
 
     def __getitem__(self, name: str) -> SharedBuffer:
         try:
@@ -224,7 +236,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
                 used.append(str(error))
         if used:
             raise ConfigError(f"{len(used)} of {len(self)} buffers of {self._owner} are in use: {used[0]}")
-        self._finalizer()
+        self._lease.end()
 
     def __enter__(self) -> Self:
         return self

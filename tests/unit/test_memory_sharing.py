@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_kv import ClosedError, ConfigError, SharingError
+from fabric_kv import ClosedError, ConfigError, Engine, MemoryRegion, SharingError
 from fabric_kv.memory import BufferServer, HostBuffer, import_buffers, wire
 from fabric_kv.memory.buffer import BufferInfo
 
@@ -145,6 +145,37 @@ def test_a_killed_owner_is_noticed_and_its_memory_stays(path: str) -> None:
     # The next one at the same path takes the place of what was left.
     with owner(path) as process, import_buffers(path, timeout_s=LONG, pid=process.pid):
         pass
+
+
+@pytest.mark.parametrize("kept", ["buffer", "region"])
+def test_an_owner_is_watched_until_the_last_buffer_and_region_are_gone(path: str, kept: str) -> None:
+    with owner(path) as process, Engine("tcp", nics=["127.0.0.1"]) as engine:
+
+        def last_one() -> HostBuffer | MemoryRegion:
+            buffer = import_buffers(path, timeout_s=LONG)["layer1"]
+            assert isinstance(buffer, HostBuffer)
+            return buffer if kept == "buffer" else buffer.region(engine)
+
+        left = last_one()
+        gc.collect()
+        process.kill()
+        until(lambda: left.lost is not None)
+        assert f"process {process.pid}" in str(left.lost)
+        left.close()
+
+
+def test_the_last_region_takes_leave_of_the_owner(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with BufferServer(path, buffers) as server, Engine("tcp", nics=["127.0.0.1"]) as engine:
+        regions = [buffer.region(engine) for buffer in import_buffers(path, timeout_s=LONG).values()]
+        gc.collect()
+        server.wait_importers(1, LONG)
+        regions.pop().close()
+        gc.collect()
+        assert server.importers == [os.getpid()]
+        while regions:
+            regions.pop().close()
+        gc.collect()
+        server.wait_importers(0, LONG)
 
 
 HEIR = """

@@ -240,6 +240,16 @@ def test_a_stream_and_a_kernel_write_a_watchs_word(held: Held) -> None:
         word.set_step((1 << 48) - 1, layers=5)
         synchronize()
         assert array.tolist() == [((1 << 48) - 1) << 16 | 5]
+        # Replays of a graph that nobody has told a new step of: layers that do not fit stay out of the step.
+        word.set_step(6)
+        for _ in range(1080):
+            word.bump(layers=61)
+        synchronize()
+        assert array.tolist() == [6 << 16 | 61 * (65535 // 61)]
+        word.bump(layers=65535 % 61)
+        word.bump()
+        synchronize()
+        assert array.tolist() == [6 << 16 | 65535]
         for wrong in ((1 << 48, 0), (-1, 0), (0, 1 << 16), (0, -1)):
             with pytest.raises(ConfigError):
                 word.set_step(wrong[0], layers=wrong[1])

@@ -473,7 +473,8 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (function != (void*)0xf || gx * gy * gz * bx * by * bz != 1 || shared || extra) return INVALID_VALUE;
     uint64_t* word = *(uint64_t**)arguments[0];
     if (find(registered, (uintptr_t)word, &range, 0, 0)) return INVALID_VALUE;
-    __atomic_store_n(word, *word + *(uint64_t*)arguments[1], __ATOMIC_RELEASE);
+    const uint64_t more = *(uint64_t*)arguments[1];
+    if ((*word & 0xffff) + more <= 0xffff) __atomic_store_n(word, *word + more, __ATOMIC_RELEASE);
     return OK;
 }
 

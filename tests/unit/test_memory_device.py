@@ -25,6 +25,7 @@ from fabric_kv.memory import BufferServer, DeviceBuffer, WatchWord, import_buffe
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
 from fabric_kv.memory.staging import Staging, StagingFigures
+from fabric_kv.memory.words import _PTX
 
 from ..cuda_standin import load_driver_standin
 
@@ -241,6 +242,42 @@ def test_a_device_without_order_and_without_flush_is_refused(lib: ctypes.CDLL) -
     lib.standin_set_attribute(117, 0)
     with pytest.raises(DeviceError, match="neither keeps GPUDirect writes in order"):
         visibility.flush_remote_writes(0)
+
+
+def run_ptx(word: int, amount: int) -> int:
+    """What a GPU's kernel makes of a word, instruction by instruction, since the stand-in runs none."""
+    values = {"[word]": 0, "[amount]": amount, "65535": 65535}
+    memory = [word]
+    for line in _PTX.decode().split("{")[1].split("}")[0].split(";"):
+        text = line.strip()
+        if text.startswith("@"):
+            condition, text = text[1:].split(None, 1)
+            if not values[condition]:
+                continue
+        operation, *operands = text.replace(",", " ").split()
+        if operation == "ret":
+            return memory[0]
+        kind = operation.split(".")[0]
+        if operation == "ld.param.u64":
+            values[operands[0]] = values[operands[1]]
+        elif kind == "ld":
+            values[operands[0]] = memory[values[operands[1][1:-1]]]
+        elif kind == "st":
+            memory[values[operands[0][1:-1]]] = values[operands[1]]
+        elif kind in ("add", "and", "setp"):
+            a, b = (values[name] for name in operands[1:])
+            values[operands[0]] = {"add": (a + b) % 2**64, "and": a & b, "setp": a > b}[kind]
+        else:
+            assert operation in (".reg", "fence.acq_rel.sys"), operation
+    raise AssertionError("it does not return")
+
+
+@pytest.mark.parametrize("layers", [0, 1, 60, 65474, 65475, 65534, 65535])
+@pytest.mark.parametrize("amount", [1, 2, 61, 65535])
+def test_the_kernel_adds_layers_and_never_touches_the_step(layers: int, amount: int) -> None:
+    for step in (0, 7, (1 << 48) - 1):
+        word = step << 16 | layers
+        assert run_ptx(word, amount) == (word + amount if layers + amount <= 65535 else word)
 
 
 def test_tensors_that_are_taken_are_given_back_by_their_deleter(lib: ctypes.CDLL) -> None:

@@ -115,7 +115,7 @@ class Registry:
         from .memory.staging import Staging
 
         stage = Staging(found.address, found.nbytes, found.owner, self.staging)
-        region = self.register(engine, locate(stage.mirror), group)
+        region = self.register(engine, locate(stage.arrivals), group)
         region._staging = stage
         return region
 

@@ -220,6 +220,7 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
     source, target = (DeviceBuffer.allocate(device, page * pages) for device in (0, 1))
     data = np.random.default_rng(3).integers(0, 256, (pages, page), np.uint8)
     source.write(0, data.tobytes())
+    target.write(0, b"d" * target.nbytes)
     try:
         source.region(here)
     except RegistrationError as error:
@@ -229,9 +230,19 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
     counter = there.counter(unit_bytes=page, expected_units=4)
     here.write_pages(peer, src, dst.remote, [3, 4, 9, 5], [0, 1, 2, 3], page_bytes=page, token=counter.token).result(30)
     counter.result(30)
-    print("before", target.read(0, page) == bytes(page))
-    dst.unstage(0, 4 * page)
+    print("before", target.read(0, 4 * page) == b"d" * 4 * page)
+    host = here.register(bytearray(2 * page))
+    here.read_pages(peer, host, dst.remote, [0, 1], [0, 29], page_bytes=page).result(30)
+    print("read", bytes(host._owner[1]) == data[3].tobytes() + b"d" * page)
+    # It is sent on before it is unstaged: the device's bytes go, and what has arrived stays.
+    counter = here.counter(unit_bytes=page, expected_units=1)
+    there.write(there.add_peer(here.address), dst, 0, host.remote, 0, page, token=counter.token).result(30)
+    counter.result(30)
+    print("sent", bytes(host._owner[1])[:page] == b"d" * page)
+    dst.unstage(0, 2 * page)
+    dst.unstage(2 * page, 2 * page)
     print("after", target.read(0, 4 * page) == data[[3, 4, 9, 5]].tobytes())
+    print("others", target.read(4 * page, 26 * page) == b"d" * 26 * page)
     for engine in (here, there):
         figures = engine.describe()["staging"]
         print(figures["regions"], figures["copies"], figures["bytes"], figures["seconds"] > 0)
@@ -242,8 +253,9 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
         lambda: here.prepare(peer, [PreparedPiece(src, 0, page, dst.remote, 0, page, page)]),
         lambda: here.write_pages(peer, src, dst.remote, [pages], [0], page_bytes=page),
         lambda: dst.unstage(0, page * pages + 1),
+        lambda: dst.unstage(-1, 2),
         lambda: here.register(np.zeros(10), staging="host"),
-        lambda: here.register(np.zeros(10)).unstage(),
+        lambda: here.register(np.zeros(10)).unstage(0, 1),
     ):
         try:
             refused()
@@ -263,15 +275,18 @@ def test_staging_in_host_memory_is_asked_for_and_its_cost_is_told(tmp_path: Path
     done = run(tmp_path, STAGED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:5] == [
+    assert lines[:8] == [
         "unasked True",
         "before True",
+        "read True",
+        "sent True",
         "after True",
-        "1 2 20000 True",  # pages 3 to 5 are one copy
-        "1 1 20000 True",
+        "others True",
+        "1 3 170000 True",  # all of it at registration; pages 3 to 5 are one copy
+        "1 4 175000 True",
     ]
-    assert len(lines) == 11
-    assert all(line.startswith("refused") for line in lines[5:]), lines[5:]
+    assert len(lines) == 15
+    assert all(line.startswith("refused") for line in lines[8:]), lines[8:]
 
 
 LIMITED = """

@@ -86,8 +86,8 @@ def use_all() -> None:
         with device_parts(buffer.address, buffer.nbytes) as (device, parts):
             assert (device, len(parts)) == (1, 3)
         stage = Staging(buffer.address, buffer.nbytes, buffer, StagingFigures())
-        with stage.mirror:
-            stage.to_host([(0, 3)])
+        with stage.arrivals:
+            assert bytes(stage.arrivals.view[:3]) == b"abc"
             stage.to_device([(1, 2)])
     visibility._needs_flush.cache_clear()
     assert visibility.flush_remote_writes(1)

@@ -65,8 +65,16 @@ class _Owner:
 
     def watch(self) -> None:
         self.connection.settimeout(None)
-        self.thread = threading.Thread(target=self._run, name="fabric_kv-owner", daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=self._run, name="fabric_kv-owner", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise SharingError(
+                f"{self} cannot be watched: {error}. Hint: limits on threads (ulimit -u, pids.max)",
+                path=self.path,
+                reason="full",
+            ) from None
+        self.thread = thread
 
     def _run(self) -> None:
         poll = select.poll()
@@ -280,8 +288,8 @@ def import_buffers(
     SharingError
         Nothing is mapped then. Its ``reason`` is ``absent`` (nobody served there in time), ``foreign`` (we, or the
         server, are of another user, or it is another process), ``late`` (another epoch, or a buffer was withdrawn
-        meanwhile), ``size`` (there is less memory than announced), ``full`` (a limit on importers or on descriptors),
-        ``timeout``, ``gone`` (the owner has died meanwhile), or ``protocol``.
+        meanwhile), ``size`` (there is less memory than announced), ``full`` (a limit on importers, descriptors or
+        threads), ``timeout``, ``gone`` (the owner has died meanwhile), or ``protocol``.
     AllocationError, DeviceError
         If a buffer cannot be mapped, or is on a device that this process does not see.
     """
@@ -320,8 +328,8 @@ def import_buffers(
         conversation.say(wire.Done())
         if conversation.passed:
             raise SharingError(f"{owner} withdrew buffers meanwhile", path=path, reason="late")
+        owner.watch()
         undo.pop_all()
-    owner.watch()
     return ImportedBuffers(owner, welcome.epoch, buffers)
 
 

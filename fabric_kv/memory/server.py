@@ -61,7 +61,8 @@ class BufferServer:
     ConfigError
         If an argument is out of range.
     SharingError
-        If a server that lives is at the path (reason ``full``), or the path cannot be used (``absent``).
+        If a server that lives is at the path or there are no more threads (reason ``full``), or the path cannot be used
+        (``absent``).
 
     Notes
     -----
@@ -102,7 +103,16 @@ class BufferServer:
         self._inode = _inode(self.path)
         _servers.add(self)
         self._accepting = threading.Thread(target=self._accept, name="fabric_kv-buffers", daemon=True)
-        self._accepting.start()
+        try:
+            self._accepting.start()
+        except RuntimeError as error:
+            self._closed = True
+            self._end_listening()
+            raise SharingError(
+                f"buffers cannot be served at {self.path!r}: {error}. Hint: limits on threads (ulimit -u, pids.max)",
+                path=self.path,
+                reason="full",
+            ) from None
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +206,9 @@ class BufferServer:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
+        self._end_listening()
+
+    def _end_listening(self) -> None:
         self._listener.close()
         if self._inode is not None and _inode(self.path) == self._inode:
             with contextlib.suppress(OSError):
@@ -234,18 +247,24 @@ class BufferServer:
                 if self._closed:
                     connection.close()
                     return
-                full = len(self._connections) >= self._max_importers
-                if not full:
-                    self._connections[connection] = None
-                    thread = threading.Thread(
-                        target=self._serve, args=(connection,), name="fabric_kv-importer", daemon=True
-                    )
-                    self._threads.add(thread)
-                    thread.start()
+                full = self._take(connection)
             if full:
                 with connection, contextlib.suppress(OSError):
-                    text = f"it has max_importers={self._max_importers} already"
-                    wire.send(connection, wire.Refused("full", text), flags=socket.MSG_DONTWAIT)
+                    wire.send(connection, wire.Refused("full", full), flags=socket.MSG_DONTWAIT)
+
+    def _take(self, connection: socket.socket) -> str:
+        """Give an importer a thread, with the lock held, which it waits for before it ends; why not, if not."""
+        if len(self._connections) >= self._max_importers:
+            return f"it has max_importers={self._max_importers} already"
+        thread = threading.Thread(target=self._serve, args=(connection,), name="fabric_kv-importer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%r cannot serve an importer: %s", self, error)
+            return f"it has no thread left for it: {error}. Hint: limits on threads (ulimit -u, pids.max)"
+        self._connections[connection] = None
+        self._threads.add(thread)
+        return ""
 
     def _serve(self, connection: socket.socket) -> None:
         peer = None

@@ -291,6 +291,50 @@ def test_a_server_that_comes_later_is_waited_for(path: str, buffers: dict[str, H
     servers[0].close()
 
 
+@contextlib.contextmanager
+def no_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with a limit on threads: those of this name cannot start."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        yield
+
+
+def test_a_server_without_threads_refuses_an_importer_and_goes_on(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with BufferServer(path, buffers, max_importers=1):
+        with no_thread("fabric_kv-importer", monkeypatch):
+            assert (error := refusal(path)).reason == "full"
+        assert "no thread left" in str(error)
+        assert "cannot serve an importer: can't start new thread" in caplog.text
+        import_buffers(path, timeout_s=LONG).close()
+    assert not Path(path).exists()
+    with no_thread("fabric_kv-buffers", monkeypatch), pytest.raises(SharingError, match="can't start") as raised:
+        BufferServer(path, buffers)
+    assert raised.value.reason == "full"
+    assert not Path(path).exists()
+
+
+def test_an_importer_without_threads_keeps_nothing(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BufferServer(path, buffers) as server:
+        before = held()
+        with no_thread("fabric_kv-owner", monkeypatch):
+            assert (error := refusal(path)).reason == "full"
+        assert "cannot be watched: can't start new thread" in str(error)
+        server.wait_importers(0, LONG)
+        until(lambda: held() == before)
+        import_buffers(path, timeout_s=LONG).close()
+
+
 def test_the_number_of_importers_is_bounded(path: str, buffers: dict[str, HostBuffer]) -> None:
     with BufferServer(path, buffers, max_importers=1) as server, import_buffers(path, timeout_s=LONG) as first:
         server.wait_importers(1, LONG)

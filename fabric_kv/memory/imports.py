@@ -49,6 +49,8 @@ class _Owner:
         self.buffers: dict[str, weakref.ref[SharedBuffer]] = {}
         self.lost: SharingError | None = None
         self.on_lost: Callable[[SharingError], None] | None = None
+        self.withdrawn: dict[str, SharingError] = {}
+        self.on_withdrawn: Callable[[str, SharingError], None] | None = None
         self.wake, self._wakes = socket.socketpair()
         # Before the server has answered: so it is the process that listens there, and not a later one with its number.
         # A connection alone would not do: a child of the owner may hold its other end.
@@ -103,15 +105,22 @@ class _Owner:
         """Obey what comes by itself; False if that is the end."""
         if isinstance(body, wire.Withdrawn):
             error = SharingError(f"{body.name!r} was withdrawn by {self}", path=self.path, reason="late")
-            buffer = self.buffers.get(body.name, lambda: None)()
-            if buffer is not None:
-                buffer._mark_lost(error)
+            self.withdraw(body.name, error)
             return True
         if isinstance(body, wire.Closing):
             self.lose("late", "it has closed its server")
         else:
             self.lose("protocol", f"it sent {type(body).__name__} without being asked")
         return False
+
+    def withdraw(self, name: str, error: SharingError) -> None:
+        if name not in self.buffers or name in self.withdrawn:  # of one that was added under that name since
+            return
+        if (buffer := self.buffers[name]()) is not None:
+            buffer._mark_lost(error)
+        with self._lock:
+            self.withdrawn[name], fn = error, self.on_withdrawn
+        self.call(fn, name, error)
 
     def lose(self, reason: str, why: str) -> None:
         error = SharingError(f"{self} is lost: {why}", path=self.path, reason=reason)
@@ -126,13 +135,13 @@ class _Owner:
         self.call(fn, error)
 
     @staticmethod
-    def call(fn: Callable[[SharingError], None] | None, error: SharingError) -> None:
+    def call(fn: Callable[..., None] | None, *args: object) -> None:
         if fn is None:
             return
         try:
-            fn(error)
+            fn(*args)
         except Exception:  # noqa: BLE001  the user's; must not take our thread along
-            _log.exception("on_lost raised")
+            _log.exception("on_lost or on_withdrawn raised")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -227,6 +236,18 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
             late = self._owner.lost
         if late is not None:
             self._owner.call(fn, late)
+
+    def on_withdrawn(self, fn: Callable[[str, SharingError], None] | None) -> None:
+        """Call ``fn(name, error)`` once for each buffer that its owner withdraws, which is marked with the same error.
+
+        On the thread that watches the owner; for those that are withdrawn already, now. What is left when the owner is
+        lost is :meth:`on_lost`'s.
+        """
+        with self._owner._lock:
+            self._owner.on_withdrawn = fn
+            late = dict(self._owner.withdrawn)
+        for name, error in late.items():
+            self._owner.call(fn, name, error)
 
     def close(self) -> None:
         """Unmap all of them and take leave of the owner. Calling it twice is fine.

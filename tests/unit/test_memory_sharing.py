@@ -230,6 +230,34 @@ def test_an_owner_that_closes_and_one_that_withdraws_are_told_apart(path: str, b
             server.add("more", buffers["layer0"])
 
 
+def test_a_withdrawn_buffer_is_told_of_once(path: str, buffers: dict[str, HostBuffer]) -> None:
+    told: list[tuple[str, SharingError, bool]] = []
+    lost: list[SharingError] = []
+    with BufferServer(path, buffers) as server, import_buffers(path, timeout_s=LONG) as imported:
+
+        def tell(name: str, error: SharingError) -> None:
+            told.append((name, error, imported[name].lost is error))
+            raise KeyError(name)  # harms nobody
+
+        imported.on_lost(lost.append)
+        imported.on_withdrawn(tell)
+        for name in ("layer1", "layer0"):
+            server.withdraw(name)
+            server.add(name, buffers[name])
+            server.withdraw(name)  # another one, which was never imported
+        until(lambda: len(told) == 2)
+        late: list[str] = []
+        imported.on_withdrawn(lambda name, _: late.append(name))
+        assert late == [name for name, _, _ in told] == ["layer1", "layer0"]
+        assert all(marked and error.reason == "late" for _, error, marked in told)
+        assert not lost
+        server.withdraw("layer2")
+        until(lambda: late == ["layer1", "layer0", "layer2"])
+        server.close()
+        until(lambda: len(lost) == 1)
+        assert len(told) == 2
+
+
 def test_an_importer_that_dies_is_noticed(path: str, buffers: dict[str, HostBuffer]) -> None:
     gone: list[int] = []
     program = "import sys\nfrom fabric_kv.memory import import_buffers\nkept = import_buffers(sys.argv[1])\n" + (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -60,6 +62,30 @@ class CudaArray:
             "data": (0x7F0000000000, False),
             "version": 3,
         } | changes
+
+
+OUTLIVES = """
+import builtins, json, sys
+from fabric_kv.dlpack import device_capsule
+capsule = device_capsule(0x1000, 16, 0, lambda: print("released", flush=True))
+class Cycle: pass
+if sys.argv[1] == "cycle":
+    cycle = Cycle()
+    cycle.itself, cycle.capsule, cycle.sys = cycle, capsule, sys
+    sys.kept = cycle
+elif sys.argv[1] == "builtins":
+    builtins.kept = capsule
+elif sys.argv[1] == "json":
+    json.kept = capsule
+del capsule
+"""
+
+
+@pytest.mark.parametrize("where", ["cycle", "builtins", "json", "nowhere"])
+def test_a_capsule_may_outlive_our_modules(where: str) -> None:
+    done = subprocess.run([sys.executable, "-c", OUTLIVES, where], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "released\n" or where == "cycle"  # which ends last of all, when print has nowhere to write
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f2", "f8", "c16", "V7", [("a", "u1"), ("b", "i8")]])

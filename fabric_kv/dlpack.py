@@ -13,10 +13,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["CPU", "CUDA", "Tensor", "device_capsule", "look_into"]
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "Tensor", "device_capsule", "look_into"]
 
 CPU = 1  # kDLCPU
 CUDA = 2  # kDLCUDA
+CUDA_HOST = 3  # kDLCUDAHost: pinned by cudaMallocHost or cudaHostRegister, and the host's
 _UINT = 1  # kDLUInt
 _NAME = b"dltensor"  # whoever takes the tensor renames the capsule: used_dltensor
 _VERSIONED_NAME = b"dltensor_versioned"

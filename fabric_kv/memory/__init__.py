@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 from .buffer import BufferInfo, Exported, SharedBuffer
 from .device import DeviceBuffer
 from .host import HostBuffer
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 
-def allocate(device: str | int, nbytes: int) -> HostBuffer | DeviceBuffer:
+def allocate(device: str | int, nbytes: SupportsIndex) -> HostBuffer | DeviceBuffer:
     """Allocate memory that can be registered with NICs and given to other processes.
 
     Parameters

@@ -56,6 +56,8 @@ class Staging:
 
     Attributes
     ----------
+    device : int
+        The CUDA device that the range is on.
     arrivals : HostBuffer
         What peers reach: the device's bytes at the time of registration, and what has been written since.
 
@@ -69,7 +71,7 @@ class Staging:
 
     def __init__(self, address: int, nbytes: int, owner: object, figures: StagingFigures) -> None:
         self._driver = load_driver()
-        self._device = device_of(self._driver, address)
+        self.device = device_of(self._driver, address)
         self._address = address
         self._owner = owner
         self._figures = figures
@@ -110,19 +112,15 @@ class Staging:
     def _copy(self, buffer: HostBuffer, ranges: Sequence[tuple[int, int]], *, to_host: bool) -> None:
         begun = time.perf_counter()
         host, device = buffer.address, self._address
-        with self._driver.current(self._device):
+        with self._driver.current(self.device):
             for at, nbytes in ranges:
                 if to_host:
-                    self._driver.call(
-                        "cuMemcpyDtoH", host + at, device + at, nbytes, device=self._device, nbytes=nbytes
-                    )
+                    self._driver.call("cuMemcpyDtoH", host + at, device + at, nbytes, device=self.device, nbytes=nbytes)
                 else:
-                    self._driver.call(
-                        "cuMemcpyHtoD", device + at, host + at, nbytes, device=self._device, nbytes=nbytes
-                    )
+                    self._driver.call("cuMemcpyHtoD", device + at, host + at, nbytes, device=self.device, nbytes=nbytes)
             if not to_host:
                 # From pageable memory a copy returns when the bytes have been taken, not when they are there.
-                self._driver.call("cuCtxSynchronize", device=self._device)
+                self._driver.call("cuCtxSynchronize", device=self.device)
         total = sum(nbytes for _, nbytes in ranges)
         self._figures.add(copies=len(ranges), bytes=total, seconds=time.perf_counter() - begun)
 

@@ -194,10 +194,21 @@ def test_no_such_device(device: str | int) -> None:
         DeviceBuffer.allocate(device, 10)
 
 
-@pytest.mark.parametrize("arguments", [{"nbytes": 0}, {"nbytes": -5}, {"nbytes": 10, "handle_bytes": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"nbytes": 0}, {"nbytes": -5}, {"nbytes": 10, "handle_bytes": 0}, {"nbytes": 10, "handle_bytes": 1.5}]
+)
 def test_sizes_out_of_range(arguments: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         DeviceBuffer.allocate(0, **arguments)
+
+
+def test_sizes_may_be_numpys() -> None:
+    page = DeviceBuffer.allocate(0, 1).info.page_bytes
+    with (
+        DeviceBuffer.allocate(0, np.int64(2 * page), handle_bytes=np.int64(page)) as buffer,
+        buffer.export() as exported,
+    ):
+        assert [type(size) for size in (buffer.nbytes, *exported.info.handle_bytes)] == [int, int, int]
 
 
 def test_more_than_there_is() -> None:

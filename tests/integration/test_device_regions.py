@@ -255,13 +255,14 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
         lambda: dst.unstage(0, page * pages + 1),
         lambda: dst.unstage(-1, 2),
         lambda: here.register(np.zeros(10), staging="host"),
+        lambda: here.register((source.address, 100, "cuda:1"), staging="host"),
         lambda: here.register(np.zeros(10)).unstage(0, 1),
     ):
         try:
             refused()
             print("taken")
         except ConfigError as error:
-            print("refused", str(error)[:40].replace("\\n", " "))
+            print("refused", str(error)[-40:].replace("\\n", " "))
     src.close()
     dst.close()
 del src, dst, piece, watch, refused
@@ -285,7 +286,8 @@ def test_staging_in_host_memory_is_asked_for_and_its_cost_is_told(tmp_path: Path
         "1 3 170000 True",  # all of it at registration; pages 3 to 5 are one copy
         "1 4 175000 True",
     ]
-    assert len(lines) == 15
+    assert len(lines) == 16
+    assert any("is on cuda:0, not on cuda:1" in line for line in lines)
     assert all(line.startswith("refused") for line in lines[8:]), lines[8:]
 
 

@@ -123,6 +123,19 @@ def test_dlpack(versioned: bool) -> None:
     assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
 
 
+class Pinned(Dlpack):
+    """As torch announces CPU tensors after pin_memory()."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 3, 0
+
+
+def test_pinned_host_memory_is_host_memory() -> None:
+    values = np.zeros((4, 8), "f4")
+    found = locate(Pinned(values, versioned=True))
+    assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
+
+
 def test_dlpack_that_says_read_only_is_refused() -> None:
     values = np.zeros(8)
     values.flags.writeable = False
@@ -148,7 +161,7 @@ def test_dlpack_on_a_cuda_device_is_held_by_its_capsule() -> None:
 
 
 def test_dlpack_on_another_device_is_refused_by_its_type() -> None:
-    with pytest.raises(ConfigError, match="device type 8: 1, the host, and 2, CUDA"):
+    with pytest.raises(ConfigError, match=r"device type 8: 1 and 3, the host, and 2, CUDA, .* Hint: "):
         locate(OnDevice(8))
 
 
@@ -224,7 +237,10 @@ def test_cuda_arrays() -> None:
 
 
 def test_bare_addresses() -> None:
-    assert locate((4096, 100, "cuda:1"))[:3] == (4096, 100, "cuda:1")
+    for device in ("cuda:1", "cuda:77", "cuda", "cpu"):
+        assert locate((4096, 100, device))[:3] == (4096, 100, device)
+    found = locate((np.uint64(4096), np.int64(100), "cpu"))
+    assert [type(number) for number in found[:2]] == [int, int]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +261,11 @@ def test_bare_addresses() -> None:
         ((1, 2), "not 2 items"),
         ((1, 2, 3), "must be"),
         (("1", 2, "cpu"), "must be"),
+        ((4096, 2.0, "cpu"), "must be"),
+        *[
+            ((4096, 100, device), "'cpu', 'cuda' or 'cuda:N'")
+            for device in ("banana", "cuda:x", "cuda:", "cuda:-1", "")
+        ],
         ((0, 1, "cpu"), "not a range"),
         ((1, 0, "cpu"), "not a range"),
         ((1, -5, "cpu"), "not a range"),

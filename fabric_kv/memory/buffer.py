@@ -1,7 +1,7 @@
 """What buffers of every kind have in common: a size, an owner, regions, and one end.
 
 >>> with buffer.export() as exported:        # its descriptors go through a unix socket, see server.py
-...     twin = HostBuffer.import_(exported)
+...     twin = HostBuffer.import_(exported)  # or DeviceBuffer
 
 The memory lives as long as any process has it mapped, whoever allocated it.
 """

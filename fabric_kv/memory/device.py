@@ -1,8 +1,9 @@
 """Memory of a CUDA device that NICs reach and other processes can map: cuMem allocations with both flags set.
 
->>> with DeviceBuffer.allocate("cuda:0", 1 << 30) as buffer:
-...     cache = torch.from_dlpack(buffer).view(torch.float16)
-...     region = buffer.region(engine)               # EngineOptions(device_memory=True)
+>>> buffer = DeviceBuffer.allocate("cuda:0", 1 << 30)
+>>> cache = torch.from_dlpack(buffer).view(torch.float16)
+>>> region = buffer.region(engine)                   # EngineOptions(device_memory=True)
+>>> region.close(); del cache; buffer.close()        # in this order: it is not unmapped under its users
 
 Not zeroed. Driver calls run with the device's primary context current, which is the one that frameworks use, and the
 thread's own is put back.

@@ -1,8 +1,8 @@
 """Host memory that other processes can map: a memfd, on huge pages and on a NUMA node where asked for.
 
->>> with HostBuffer.allocate(1 << 30, hugepages=True, numa_node=0) as buffer:
-...     keys = buffer.array.view("f2").reshape(2, -1, 16, 64)
-...     torch.from_dlpack(buffer)                # the same bytes
+>>> buffer = HostBuffer.allocate(1 << 20, numa_node=0)        # hugepages=True: where some are reserved
+>>> keys = buffer.array.view("f2").reshape(2, -1, 16, 64)     # torch.from_dlpack(buffer): the same bytes
+>>> del keys; buffer.close()                                  # in this order: it is not unmapped under its users
 
 The file is sealed against shrinking: whoever maps it can never be struck by SIGBUS because somebody truncates it.
 """

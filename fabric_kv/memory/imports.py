@@ -1,8 +1,7 @@
 """Buffers of another process, mapped into this one, and word of their owner's end.
 
->>> with import_buffers("/run/kv/rank0", timeout_s=30) as ranks_buffers:
-...     region = ranks_buffers["layer0"].region(engine)
-...     ranks_buffers.check()                     # SharingError once the rank's process has died
+>>> with import_buffers("/run/kv/rank0", timeout_s=30) as rank, rank["layer0"].region(engine) as region:
+...     rank.check()                                  # SharingError once the rank's process has died
 
 The memory stays mapped when its owner dies, so that no NIC and no thread of ours can fall over it, and is marked.
 """

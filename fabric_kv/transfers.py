@@ -13,6 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ClosedError, ConfigError, TransferCancelledError, TransferTimeoutError
@@ -124,7 +125,11 @@ class MemoryRegion:
             If the peer is another engine's, or other device memory lies where the region's was.
         ClosedError
             If the peer was removed, or the region or the engine is closed.
+        SharingError
+            If the region is :attr:`lost`.
         """
+        if self._lost is not None:
+            raise copy(self._lost)
         return self._engine._share(self, peer)
 
     def unstage(self, offset: int, nbytes: int) -> None:

@@ -132,7 +132,7 @@ class DeviceBuffer(SharedBuffer):
                 except AllocationError as error:
                     if error.code is None:
                         raise SharingError(
-                            f"a handle of {info.nbytes} bytes is refused: {error}", reason="size"
+                            f"a handle of {info.nbytes} bytes is refused: {error}", reason="unreachable"
                         ) from None
                     raise
             return cls._map(info, driver, index, handles, owned, imported=True)

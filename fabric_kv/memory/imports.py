@@ -9,6 +9,7 @@ The memory stays mapped when its owner dies, so that no NIC and no thread of our
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -33,6 +34,8 @@ __all__ = ["ImportedBuffers", "import_buffers"]
 
 _log = logging.getLogger("fabric_kv")
 
+# The process is gone, as we shall see; or the kernel is older than 5.3, or a container's filter does not know the call.
+_NO_PIDFD = {errno.ESRCH, errno.ENOSYS, errno.EPERM}
 _RETRY_S = 0.01  # a rank that is not there yet is looked for so often
 _JOIN_S = 5.0
 
@@ -47,6 +50,7 @@ class _Owner:
         self.label = ""
         self.buffers: dict[str, weakref.ref[SharedBuffer]] = {}
         self.lost: SharingError | None = None
+        self._losing = False
         self.on_lost: Callable[[SharingError], None] | None = None
         self.withdrawn: dict[str, SharingError] = {}
         self.on_withdrawn: Callable[[str, SharingError], None] | None = None
@@ -55,8 +59,13 @@ class _Owner:
         # A connection alone would not do: a child of the owner may hold its other end.
         self.pidfd = -1
         if who.pid > 0:
-            with contextlib.suppress(OSError):  # it is gone, as we shall see; or the kernel is older than 5.3
+            try:
                 self.pidfd = os.pidfd_open(who.pid)
+            except OSError as error:
+                if error.errno not in _NO_PIDFD:
+                    self.wake.close()
+                    self._wakes.close()
+                    raise
         self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         _owners.add(self)
@@ -124,12 +133,14 @@ class _Owner:
     def lose(self, reason: str, why: str) -> None:
         error = SharingError(f"{self} is lost: {why}", path=self.path, reason=reason)
         with self._lock:
-            if self.lost is not None:
+            if self._losing:
                 return
-            self.lost, fn = error, self.on_lost  # whoever sets on_lost from now on sees that it is too late
+            self._losing = True
         for ref in list(self.buffers.values()):
             if (buffer := ref()) is not None:
                 buffer._mark_lost(error)
+        with self._lock:  # not before: whoever is told, or sees it, finds all of them marked
+            self.lost, fn = error, self.on_lost  # whoever sets on_lost from now on sees that it is too late
         _log.warning("%s", error)
         self.call(fn, error)
 
@@ -308,12 +319,15 @@ def import_buffers(
     SharingError
         Nothing is mapped then. Its ``reason`` is ``absent`` (nobody served there in time), ``foreign`` (we, or the
         server, are of another user, or it is another process), ``late`` (another epoch, or a buffer was withdrawn
-        meanwhile), ``size`` (there is less memory than announced), ``full`` (a limit on importers, descriptors or
-        threads), ``timeout``, ``gone`` (the owner has died meanwhile), or ``protocol``.
+        meanwhile), ``size`` (there is less memory than announced), ``unreachable`` (device memory that NICs
+        cannot reach), ``full`` (a limit on importers, descriptors or threads), ``timeout``, ``gone`` (the owner has
+        died meanwhile), or ``protocol``.
+    ConfigError
+        If an argument is out of range.
     AllocationError, DeviceError
         If a buffer cannot be mapped, or is on a device that this process does not see.
     """
-    path = os.fspath(path)
+    path = wire.check_path(path)
     if not 0 < timeout_s <= 86400:
         raise ConfigError(f"timeout_s={timeout_s} must lie in (0, 86400]")
     deadline = time.monotonic() + timeout_s

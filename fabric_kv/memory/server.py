@@ -80,11 +80,12 @@ class BufferServer:
         max_importers: int = 8,
         timeout_s: float = 5.0,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = wire.check_path(path)
         self.label = label
         self.epoch = secrets.token_bytes(16) if epoch is None else bytes(epoch)
-        if len(self.epoch) != 16 or len(label) > 255:
-            raise ConfigError(f"epoch must have 16 bytes, not {len(self.epoch)}, and label at most 255 characters")
+        if len(self.epoch) != 16:
+            raise ConfigError(f"epoch must have 16 bytes, not {len(self.epoch)}")
+        _check_text("label", label, 0)
         if not 1 <= max_importers <= 4096 or not 0 < timeout_s <= 3600:
             raise ConfigError(f"max_importers={max_importers} or timeout_s={timeout_s} is out of range")
         self._users = frozenset([os.geteuid()] if users is None else users)
@@ -126,8 +127,7 @@ class BufferServer:
         ClosedError
             If the buffer or the server is closed.
         """
-        if not 1 <= len(name) <= 255:
-            raise ConfigError(f"name={name!r} must have 1 to 255 characters")
+        _check_text("name", name, 1)
         buffer._check_exportable()
         with self._changed:
             if self._closed:
@@ -281,7 +281,8 @@ class BufferServer:
                     wire.receive(connection, wire.ToServer, self.path)  # nothing more comes: until the end
             except SharingError as error:
                 _log.warning("%r refuses process %d of user %d: %s", self, who.pid, who.uid, error)
-                wire.send(connection, wire.Refused(error.reason, str(error)[:4096]))
+                text = str(error)[:2048].encode(errors="replace").decode()  # a path may have lone surrogates
+                wire.send(connection, wire.Refused(error.reason, text))
         except OSError as error:
             if not wire.is_gone(error):
                 _log.warning("%r drops an importer: %s", self, error)
@@ -373,6 +374,17 @@ def _abandon_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def _check_text(what: str, text: str, least: int) -> None:
+    """Refuse what no frame can carry."""
+    try:
+        fits = least <= len(text) <= 255
+        text.encode()
+    except (AttributeError, TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{what}={text!r} is no text that can be sent: {error}") from None
+    if not fits:
+        raise ConfigError(f"{what}={text!r} must have {least} to 255 characters")
 
 
 def _inode(path: str) -> tuple[int, int] | None:

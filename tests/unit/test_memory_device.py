@@ -21,7 +21,7 @@ import pytest
 from fabric_kv import ConfigError, DeviceError, FabricKVError, RegistrationError, SharingError
 from fabric_kv.bench.memory import make_memory
 from fabric_kv.bench.workload import Fabric
-from fabric_kv.memory import BufferServer, DeviceBuffer, WatchWord, import_buffers, ranges, visibility
+from fabric_kv.memory import BufferServer, DeviceBuffer, Exported, WatchWord, import_buffers, ranges, visibility
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
 from fabric_kv.memory.staging import Staging, StagingFigures
@@ -151,6 +151,21 @@ def test_an_error_while_the_bench_makes_its_memory_leaves_nothing(lib: ctypes.CD
     assert count(lib) == nothing
 
 
+def driver_memory_without_the_flag(nbytes: int) -> int:
+    """The descriptor of such memory on device 0."""
+    driver = load_driver()
+    api = driver.api
+    kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop = api.CUmemAllocationProp()
+    prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.requestedHandleTypes = kind
+    prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    handle = driver.call("cuMemCreate", nbytes, prop, 0)
+    fd = int(driver.call("cuMemExportToShareableHandle", handle, kind, 0))
+    driver.call("cuMemRelease", handle)
+    return fd
+
+
 def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ctypes.CDLL) -> None:
     nothing = count(lib)
     with DeviceBuffer.allocate(0, 100) as good, good.export():
@@ -158,6 +173,15 @@ def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ct
         with pytest.raises(DeviceError, match="not GPUDirect RDMA capable"):
             DeviceBuffer.allocate(0, 100)
         lib.standin_set_rdma_capable(1)
+    assert count(lib) == nothing
+    with DeviceBuffer.allocate(0, 100) as good:
+        capable, bare = good.export(), driver_memory_without_the_flag(good.info.handle_bytes[0])
+        with capable, Exported(good.info, [bare]) as exported:
+            with pytest.raises(SharingError, match="not GPUDirect RDMA capable") as error:
+                DeviceBuffer.import_(exported)
+            assert error.value.reason == "unreachable"
+        del error
+    gc.collect()
     assert count(lib) == nothing
     for attribute, words in ((102, "virtual memory"), (103, "file descriptors"), (110, "GPUDirect RDMA")):
         lib.standin_set_attribute(attribute, 0)

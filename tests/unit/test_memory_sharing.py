@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -493,6 +494,84 @@ def test_buffers_that_are_dropped_take_leave_by_themselves(path: str, buffers: d
         del imported
         gc.collect()
         server.wait_importers(0, LONG)
+
+
+def test_names_and_paths_that_no_frame_and_no_socket_can_have(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with BufferServer(path, buffers) as server:
+        for name in ("\ud800", 5, None, b"layer"):
+            with pytest.raises(ConfigError, match="name="):
+                server.add(name, buffers["layer0"])  # type: ignore[arg-type]
+        import_buffers(path, timeout_s=LONG).close()
+    with pytest.raises(ConfigError, match="label="):
+        BufferServer(path, label="\ud800")
+    for wrong in ("", "@", "a\0b", b""):
+        for use in (BufferServer, import_buffers):
+            with pytest.raises(ConfigError, match="path="):
+                use(wrong)  # type: ignore[operator]
+    odd = os.fsencode(path) + b"\xff"  # a file may be called so, and no text
+    with BufferServer(os.fsdecode(odd), buffers) as server:
+        import_buffers(os.fsdecode(odd), timeout_s=LONG).close()
+        server.add("closed", HostBuffer.allocate(1))
+        server._buffers["closed"].close()
+        with pytest.raises(SharingError, match="'closed' was closed"):
+            import_buffers(os.fsdecode(odd), timeout_s=LONG)
+
+
+def test_an_importer_that_cannot_watch_the_owners_process_refuses(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with BufferServer(path, buffers):
+        before = held()
+        monkeypatch.setattr(os, "pidfd_open", lambda _: fail(errno.EMFILE))
+        assert (error := refusal(path)).reason == "full"
+        assert "open files" in str(error)
+        until(lambda: held() == before)
+        for code in (errno.ENOSYS, errno.ESRCH, errno.EPERM):  # the connection says it, too
+            monkeypatch.setattr(os, "pidfd_open", lambda _, code=code: fail(code))
+            import_buffers(path, timeout_s=LONG).close()
+
+
+def test_whoever_is_told_of_a_lost_owner_finds_its_buffers_marked(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BufferServer(path, buffers) as server, import_buffers(path, timeout_s=LONG) as imported:
+        marked = threading.Event()
+        told: list[list[bool]] = []
+        at_it = threading.Event()
+        mark = HostBuffer._mark_lost
+
+        def slowly(buffer: HostBuffer, error: Exception) -> None:
+            at_it.set()
+            assert marked.wait(LONG)
+            mark(buffer, error)
+
+        monkeypatch.setattr(HostBuffer, "_mark_lost", slowly)
+        server.close()
+        assert at_it.wait(LONG)
+        imported.on_lost(lambda _: told.append([buffer.lost is not None for buffer in imported.values()]))
+        assert imported.lost is None
+        assert not told
+        marked.set()
+        until(lambda: bool(told))
+        assert told == [[True] * 3]
+
+
+def test_a_lost_region_gives_out_no_keys(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with (
+        BufferServer(path, buffers) as server,
+        import_buffers(path, timeout_s=LONG) as imported,
+        Engine("tcp", nics=["127.0.0.1"]) as engine,
+        imported["layer0"].region(engine) as region,
+    ):
+        peer = engine.add_peer(engine.address)
+        region.remote_for(peer)
+        server.withdraw("layer0")
+        until(lambda: region.lost is not None)
+        with pytest.raises(SharingError, match="'layer0' was withdrawn"):
+            region.remote_for(peer)
 
 
 def test_imported_buffers_are_not_served_on(path: str, buffers: dict[str, HostBuffer]) -> None:

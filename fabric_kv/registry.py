@@ -131,8 +131,9 @@ class Registry:
             self._first_rails = [each["rails"][0] for each in self._native.describe()]
         rail = self._first_rails[group]
         if not rail["device_memory"]:
+            where = found.owner.device if isinstance(found.owner, SharedBuffer) else found.device
             raise RegistrationError(
-                f"memory on {found.device} cannot be registered: provider {rail['provider']} was opened without device "
+                f"memory on {where} cannot be registered: provider {rail['provider']} was opened without device "
                 "memory. Hint: EngineOptions(device_memory=True)",
                 op="register",
                 provider=rail["provider"],

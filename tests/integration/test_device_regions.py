@@ -101,11 +101,16 @@ print("held", list(held))
 
 
 def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    build_fabric_standin(folder)
     cuda = build("not_a_gpu.c", "libcuda.so.1", folder)
+    return run_python(folder, "-c", program, str(cuda), **environment)
+
+
+def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    build_fabric_standin(folder)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [sys.executable, "-c", program, str(cuda)],
+        [sys.executable, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -206,6 +211,26 @@ def test_a_provider_that_takes_neither_is_named_with_the_device(tmp_path: Path) 
     for expected in ("tcp", "FI_HMEM_CUDA", "FI_MR_DMABUF", "1000 bytes on cuda:1"):
         assert expected in words
     assert registrations == "0"
+
+
+@pytest.mark.parametrize(
+    ("refuses", "words"),
+    [("", "registered: "), ("dmabuf", "registered: "), ("dmabuf hmem", "refused: ")],
+)
+def test_the_suite_for_gpus_holds_where_a_provider_reaches_device_memory_and_where_not(
+    tmp_path: Path, refuses: str, words: str
+) -> None:
+    test = "test_device_memory_is_registered_or_the_provider_and_the_device_are_named[tcp]"
+    done = run_python(
+        tmp_path,
+        *("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"),
+        f"tests/unit/test_memory_device.py::{test}",
+        STANDIN_FABRIC_VERSION="1.20",
+        STANDIN_REFUSES=refuses,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    assert words in done.stdout
 
 
 STAGED = """

@@ -47,6 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(autouse=True)
 def lib(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    gc.collect()  # what the test before has left
     for device in (0, 1):  # what is kept until the process ends: the bindings' own descriptors, and the contexts
         with load_driver().current(device):
             pass

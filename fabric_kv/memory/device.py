@@ -230,7 +230,8 @@ class DeviceBuffer(SharedBuffer):
         return bytes(out)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Copy bytes to the device, and wait for it; for tests."""
+        """Copy bytes, or what any contiguous buffer holds, to the device, and wait for it; for tests."""
+        data = bytes(data)
         self._check_range(offset, len(data))
         with self._driver.current(self._index):
             self._driver.call("cuMemcpyHtoD", self.address + offset, data, len(data), device=self._index)

@@ -63,6 +63,14 @@ def test_any_size_is_whole_pages_and_comes_back(nbytes: int, held: Held) -> None
         _ = buffer.address
 
 
+def test_items_of_any_size_are_written_by_their_bytes() -> None:
+    with DeviceBuffer.allocate("cuda", 100) as buffer:
+        with pytest.raises(ConfigError, match="800 bytes from 0 on are not within"):
+            buffer.write(0, np.zeros(100))  # type: ignore[arg-type]
+        buffer.write(4, np.arange(12.0))  # type: ignore[arg-type]
+        assert buffer.read(4, 96) == np.arange(12.0).tobytes()
+
+
 def test_what_is_dropped_is_given_back(held: Held) -> None:
     before = held()
     DeviceBuffer.allocate(0, 1000)
@@ -206,7 +214,7 @@ def test_tensors_hold_the_memory(held: Held) -> None:
     assert held() == before
 
 
-@pytest.mark.parametrize("device", ["cuda:4095", "cuda:x", "gpu", -1, True])
+@pytest.mark.parametrize("device", ["cuda:4095", "cuda:x", "cuda:", "cuda0", ":1", "1", "", "gpu", -1, 1.0, True])
 def test_no_such_device(device: str | int) -> None:
     with pytest.raises(ConfigError, match="device="):
         DeviceBuffer.allocate(device, 10)

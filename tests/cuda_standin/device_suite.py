@@ -13,6 +13,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -429,11 +430,15 @@ def an_owner(path: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    deadline = threading.Timer(2 * LONG, process.kill)  # ends each wait for its words
+    deadline.start()
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         yield process
     finally:
+        deadline.cancel()
+        deadline.join()
         process.kill()
         process.communicate(timeout=LONG)
 

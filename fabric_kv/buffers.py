@@ -11,15 +11,19 @@ the axes does not matter, nor the type of what lies there.
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dlpack import CPU, CUDA, look_into
+from .dlpack import CPU, CUDA, CUDA_HOST, look_into
 from .errors import ConfigError
 
 __all__ = ["Buffer", "is_same", "locate"]
+
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 
 
 class Buffer(NamedTuple):
@@ -94,9 +98,13 @@ def _root(owner: object) -> object:
 def _from_tuple(buffer: tuple[Any, ...]) -> Buffer:
     if len(buffer) != 3:
         raise ConfigError(f"a tuple must be (address, nbytes, device), not {len(buffer)} items")
-    address, nbytes, device = buffer
-    if not isinstance(address, int) or not isinstance(nbytes, int) or not isinstance(device, str):
-        raise ConfigError("a tuple must be (address: int, nbytes: int, device: str)")
+    device = buffer[2]
+    try:
+        address, nbytes = (operator.index(number) for number in buffer[:2])
+    except TypeError:
+        raise ConfigError("a tuple must be (address: int, nbytes: int, device: str)") from None
+    if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+        raise ConfigError(f"device={device!r} of a tuple (address, nbytes, device) must be 'cpu', 'cuda' or 'cuda:N'")
     if not 0 < address < 2**64 or not 0 < nbytes < 2**63 or address + nbytes > 2**64:
         raise ConfigError(f"address {address:#x} with {nbytes} bytes is not a range of memory")
     return Buffer(address, nbytes, device, None)
@@ -106,9 +114,11 @@ def _from_dlpack(buffer: Any) -> Buffer:
     name = type(buffer).__name__
     try:
         kind = int(buffer.__dlpack_device__()[0])
-        if kind not in (CPU, CUDA):
+        if kind not in (CPU, CUDA, CUDA_HOST):
             raise ConfigError(
-                f"{name} is on DLPack's device type {kind}: {CPU}, the host, and {CUDA}, CUDA, can be registered"
+                f"{name} is on DLPack's device type {kind}: {CPU} and {CUDA_HOST}, the host, and {CUDA}, CUDA, can be "
+                "registered. Hint: copy it to one of these; host memory of another kind can be given as "
+                "(address, nbytes, 'cpu')"
             )
         # -1: no stream is made to wait, as no byte is read: __dlpack__ in the array API standard.
         stream = {"stream": -1} if kind == CUDA else {}
@@ -127,7 +137,7 @@ def _from_dlpack(buffer: Any) -> Buffer:
     _check_range(what, tensor.shape, tensor.strides, 1, read_only=tensor.read_only)
     nbytes = tensor.item_bits // 8 * math.prod(tensor.shape)
     # The capsule holds the memory, whatever becomes of the tensor.
-    return Buffer(tensor.address, nbytes, "cpu" if kind == CPU else "cuda", (capsule, buffer))
+    return Buffer(tensor.address, nbytes, "cuda" if kind == CUDA else "cpu", (capsule, buffer))
 
 
 def _from_array(array: np.ndarray[Any, Any], owner: object) -> Buffer:

@@ -13,10 +13,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["CPU", "CUDA", "Tensor", "device_capsule", "look_into"]
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "Tensor", "device_capsule", "look_into"]
 
 CPU = 1  # kDLCPU
 CUDA = 2  # kDLCUDA
+CUDA_HOST = 3  # kDLCUDAHost: pinned by cudaMallocHost or cudaHostRegister, and the host's
 _UINT = 1  # kDLUInt
 _NAME = b"dltensor"  # whoever takes the tensor renames the capsule: used_dltensor
 _VERSIONED_NAME = b"dltensor_versioned"
@@ -57,43 +58,54 @@ class _ManagedTensorVersioned(ctypes.Structure):
     )
 
 
-# What is handed out, by address, until its deleter is called.
-_held: dict[int, tuple[Any, ...]] = {}
+# Our own prototypes: what is set on the functions of ctypes.pythonapi itself holds for everybody in the process.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 
-def _delete(address: int) -> None:
-    held = _held.pop(address, None)
-    if held is not None:
-        held[-1]()
+class _Held:
+    """What is handed out, by address, until its deleter is called.
+
+    A capsule may be the last thing that an interpreter frees, when this module has no names left: what its end needs
+    hangs on this object.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, tuple[Any, ...]] = {}
+        self._name, self._is_valid, self._pointer = _NAME, _is_valid, _pointer
+        # The first takes the GIL, since frameworks free tensors on threads of their own. The second is called with it,
+        # and with a capsule that is dying, which must not become a Python object again.
+        self.delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._delete)
+        self.destroy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._destroy)
+
+    def _delete(self, address: int) -> None:
+        held = self.tensors.pop(address, None)
+        if held is not None:
+            held[-1]()
+
+    def _destroy(self, capsule: int) -> None:
+        if self._is_valid(capsule, self._name):
+            self._delete(self._pointer(capsule, self._name))
 
 
-def _destroy(capsule: int) -> None:
-    if ctypes.pythonapi.PyCapsule_IsValid(ctypes.c_void_p(capsule), _NAME):
-        _delete(_pointer(ctypes.c_void_p(capsule), _NAME))
-
-
-def _pointer(capsule: object, name: bytes) -> int:
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype = ctypes.c_void_p
-    return int(get(capsule, name))
-
-
-# The first takes the GIL, since frameworks free tensors on threads of their own. The second is called with it, and with
-# a capsule that is dying, which must not become a Python object again.
-_DELETE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
-_DESTROY = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_destroy)
+_held = _Held()
+# For ever: ctypes frees a callback's code with the callback, and the capsules that call it know nothing of that.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
 
 
 def device_capsule(address: int, nbytes: int, device: int, release: Callable[[], object]) -> object:
     """A capsule of ``nbytes`` unsigned bytes on CUDA device ``device``; ``release`` is called once, at its end."""
     shape = (ctypes.c_int64 * 1)(nbytes)
     tensor = _Tensor(address, _Device(CUDA, device), 1, _DataType(_UINT, 8, 1), shape, None, 0)
-    managed = _ManagedTensor(tensor, None, ctypes.cast(_DELETE, ctypes.c_void_p))
+    managed = _ManagedTensor(tensor, None, ctypes.cast(_held.delete, ctypes.c_void_p))
     at = ctypes.addressof(managed)
-    _held[at] = (managed, shape, release)
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype = ctypes.py_object
-    capsule: object = new(ctypes.c_void_p(at), _NAME, _DESTROY)
+    _held.tensors[at] = (managed, shape, release)
+    capsule: object = _new_capsule(at, _NAME, ctypes.cast(_held.destroy, ctypes.c_void_p))
     return capsule
 
 
@@ -116,15 +128,14 @@ def look_into(capsule: object) -> Tensor:
     TypeError
         If it is no capsule of DLPack's that is still to be taken, or of a version with another layout.
     """
-    is_valid = ctypes.pythonapi.PyCapsule_IsValid
-    at = ctypes.py_object(capsule)
+    at = id(capsule)
     read_only = False
-    if is_valid(at, _VERSIONED_NAME):
+    if _is_valid(at, _VERSIONED_NAME):
         versioned = _ManagedTensorVersioned.from_address(_pointer(at, _VERSIONED_NAME))
         if versioned.version[0] != 1:
             raise TypeError(f"DLPack {versioned.version[0]}.{versioned.version[1]} is not known, 1.x is")
         tensor, read_only = versioned.tensor, bool(versioned.flags & _READ_ONLY)
-    elif is_valid(at, _NAME):
+    elif _is_valid(at, _NAME):
         tensor = _ManagedTensor.from_address(_pointer(at, _NAME)).tensor
     else:
         raise TypeError(f"{capsule!r} is no DLPack tensor")

@@ -279,9 +279,10 @@ class Engine:
         group : int
             Device group whose NICs will move it.
         staging : {"host"}, optional
-            For device memory and NICs that do not reach it: register a copy in host memory instead. Writes from the
-            region copy their pages there first, on the caller's thread; they cannot wait for a watch nor be prepared.
-            What arrives goes to the device with :meth:`MemoryRegion.unstage`. ``describe()["staging"]`` has the cost.
+            For device memory and NICs that do not reach it: register a copy in host memory instead, made now, which is
+            what peers read and write. What arrives goes to the device with :meth:`MemoryRegion.unstage`. Writes from
+            the region copy their pages from the device first, to memory apart from that, on the caller's thread; they
+            cannot wait for a watch nor be prepared. ``describe()["staging"]`` has the cost.
 
         Raises
         ------
@@ -499,7 +500,9 @@ class Engine:
             check_deadline(deadline_s)
         pieces = list(pieces)
         encoded, lists, keep = encode_pieces(self, pieces, token)
-        stage_pieces(pieces, waits=watch is not None)
+        staged = stage_pieces(pieces, waits=watch is not None)
+        if staged is not pieces:
+            encoded, lists, keep = encode_pieces(self, staged, token)
         return self._start(
             Transfer(self, peer, (keep, watch), deadline_s),
             self._native.submit_write,
@@ -530,7 +533,9 @@ class Engine:
         for peer, given, token in parts:
             pieces = list(given)
             encoded, lists, keep = encode_pieces(self, pieces, token)
-            stage_pieces(pieces, waits=False)
+            staged = stage_pieces(pieces, waits=False)
+            if staged is not pieces:
+                encoded, lists, keep = encode_pieces(self, staged, token)
             transfers.append(Transfer(self, peer, keep, deadline_s))
             native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
         return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))

@@ -166,8 +166,8 @@ class SharingError(FabricKVError, ConnectionError):
 
     Fields ``path`` (the server's) and ``reason``, a short stable word: ``absent`` (nobody serves there), ``foreign``
     (another user, or a process that is not expected), ``late`` (withdrawn, closed, or another epoch), ``size`` (less
-    memory than announced), ``full`` (a limit of the server or of this process), ``protocol``, ``timeout``, ``gone``
-    (the owner's process has ended).
+    memory than announced), ``unreachable`` (device memory that NICs cannot reach), ``full`` (a limit of the server or
+    of this process), ``protocol``, ``timeout``, ``gone`` (the owner's process has ended).
     """
 
     _fields = ("path", "reason")

@@ -37,6 +37,11 @@ def _to_remote(keys: _native._Keys) -> RemoteRegion:
     return RemoteRegion(epoch, group, nbytes, tuple(ends), tuple(tuple(rail) for rail in rails))
 
 
+def _check_device(found: Buffer, device: int) -> None:
+    if found.device not in ("cuda", f"cuda:{device}"):
+        raise ConfigError(f"the memory at {found.address:#x} is on cuda:{device}, not on {found.device}")
+
+
 class Registry:
     """Registers memory for one engine.
 
@@ -115,7 +120,8 @@ class Registry:
         from .memory.staging import Staging
 
         stage = Staging(found.address, found.nbytes, found.owner, self.staging)
-        region = self.register(engine, locate(stage.mirror), group)
+        _check_device(found, stage.device)
+        region = self.register(engine, locate(stage.arrivals), group)
         region._staging = stage
         return region
 
@@ -125,8 +131,9 @@ class Registry:
             self._first_rails = [each["rails"][0] for each in self._native.describe()]
         rail = self._first_rails[group]
         if not rail["device_memory"]:
+            where = found.owner.device if isinstance(found.owner, SharedBuffer) else found.device
             raise RegistrationError(
-                f"memory on {found.device} cannot be registered: provider {rail['provider']} was opened without device "
+                f"memory on {where} cannot be registered: provider {rail['provider']} was opened without device "
                 "memory. Hint: EngineOptions(device_memory=True)",
                 op="register",
                 provider=rail["provider"],
@@ -135,6 +142,7 @@ class Registry:
         from .memory.ranges import device_parts
 
         with device_parts(found.address, found.nbytes) as (device, parts):
+            _check_device(found, device)
             native = self._native.register_device(found.address, device, parts, group)
         self._visibility.add(group, device)
         self._dispatcher.before_ready = self._visibility.flush

@@ -13,6 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import ClosedError, ConfigError, TransferCancelledError, TransferTimeoutError
@@ -124,16 +125,21 @@ class MemoryRegion:
             If the peer is another engine's, or other device memory lies where the region's was.
         ClosedError
             If the peer was removed, or the region or the engine is closed.
+        SharingError
+            If the region is :attr:`lost`.
         """
+        if self._lost is not None:
+            raise copy(self._lost)
         return self._engine._share(self, peer)
 
-    def unstage(self, offset: int = 0, nbytes: int | None = None) -> None:
+    def unstage(self, offset: int, nbytes: int) -> None:
         """Copy what has arrived to the device, of a region that is staged in host memory; see :meth:`Engine.register`.
 
         Parameters
         ----------
         offset, nbytes : int
-            In bytes; by default all of the region.
+            In bytes: the pages that have arrived. Others lie on the host as the device had them at registration, and
+            would undo what it has computed since.
 
         Raises
         ------
@@ -144,14 +150,13 @@ class MemoryRegion:
         ClosedError
             If the region is closed.
         """
-        count = self.nbytes - offset if nbytes is None else nbytes
         if self._closed:
             raise ClosedError(f"{self!r} was deregistered")
         if self._staging is None:
             raise ConfigError(f"{self!r} is not staged: what arrives is where it belongs")
-        if offset < 0 or count <= 0 or offset + count > self.nbytes:
-            raise ConfigError(f"{count} bytes from {offset} on are not within {self!r}")
-        self._staging.to_device([(offset, count)])
+        if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
+            raise ConfigError(f"{nbytes} bytes from {offset} on are not within {self!r}")
+        self._staging.to_device([(offset, nbytes)])
 
     def close(self) -> None:
         """Deregister; peers can no longer reach the memory, where the provider checks keys.
@@ -161,6 +166,8 @@ class MemoryRegion:
         ConfigError
             If a transfer of this engine still reads the region. Nothing has changed then.
         """
+        if self._staging is not None:
+            self._staging.close()
         self._engine._deregister(self)
 
     def _forget_if_engine_closed(self) -> None:

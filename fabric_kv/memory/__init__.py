@@ -1,13 +1,17 @@
 """Memory for KV caches that processes can share: on the host and on CUDA devices.
 
->>> with allocate("cpu", 64 << 20) as cache, Engine("tcp", nics=["127.0.0.1"]) as engine:
-...     pages = cache.array.reshape(-1, 4096)  # or torch.from_dlpack(cache)
-...     with cache.region(engine) as region: ...
+>>> cache = allocate("cpu", 64 << 20)                          # or "cuda:0"
+>>> pages = cache.array.reshape(-1, 4096)                      # or torch.from_dlpack(cache)
 >>> server = BufferServer("/run/kv/rank0", {"layer0": cache})  # in the process of a rank
->>> buffers = import_buffers("/run/kv/rank0")  # in the process with the engine
+>>> buffers = import_buffers("/run/kv/rank0")                  # in the process with the engine
+>>> with Engine("tcp", nics=["127.0.0.1"]) as engine, buffers["layer0"].region(engine) as region:
+...     for_a_peer = region.remote.to_bytes()
+>>> del pages; buffers.close(); server.close(); cache.close()  # arrays first: no memory is unmapped under its users
 """
 
 from __future__ import annotations
+
+from typing import SupportsIndex
 
 from .buffer import BufferInfo, Exported, SharedBuffer
 from .device import DeviceBuffer
@@ -32,7 +36,7 @@ __all__ = [
 ]
 
 
-def allocate(device: str | int, nbytes: int) -> HostBuffer | DeviceBuffer:
+def allocate(device: str | int, nbytes: SupportsIndex) -> HostBuffer | DeviceBuffer:
     """Allocate memory that can be registered with NICs and given to other processes.
 
     Parameters

@@ -1,7 +1,7 @@
 """What buffers of every kind have in common: a size, an owner, regions, and one end.
 
 >>> with buffer.export() as exported:        # its descriptors go through a unix socket, see server.py
-...     twin = HostBuffer.import_(exported)
+...     twin = HostBuffer.import_(exported)  # or DeviceBuffer
 
 The memory lives as long as any process has it mapped, whoever allocated it.
 """
@@ -9,6 +9,7 @@ The memory lives as long as any process has it mapped, whoever allocated it.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import weakref
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, SupportsIndex
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..transfers import MemoryRegion
 
-__all__ = ["MAX_HANDLES", "BufferInfo", "Exported", "SharedBuffer"]
+__all__ = ["MAX_HANDLES", "BufferInfo", "Exported", "SharedBuffer", "check_nbytes"]
 
 # Descriptors travel by the frame; so many sizes of handles still fit into one.
 MAX_HANDLES = 8192
@@ -63,6 +64,23 @@ class BufferInfo(msgspec.Struct, frozen=True, array_like=True):
             raise ConfigError(f"nbytes={self.nbytes} do not fit into handles of {total} bytes")
         if any(size % self.page_bytes for size in self.handle_bytes):
             raise ConfigError(f"handles of {self.handle_bytes[:8]} bytes are not whole pages of {self.page_bytes}")
+
+
+def check_nbytes(nbytes: SupportsIndex, name: str = "nbytes") -> int:
+    """A size that a user gave, NumPy's integers among them.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    try:
+        size = operator.index(nbytes)
+    except TypeError:
+        size = 0
+    if not 0 < size <= 2**62:
+        raise ConfigError(f"{name}={nbytes!r} must be an integer in [1, 2^62]")
+    return size
 
 
 class Exported:
@@ -105,6 +123,7 @@ class SharedBuffer(ABC):
         self._imported = imported
         self._regions: weakref.WeakSet[MemoryRegion] = weakref.WeakSet()
         self._lost: Exception | None = None
+        self._lease: object = None  # of an imported one: what keeps its owner watched
         self._num_registering = 0
         self._lock = threading.Lock()
 
@@ -204,6 +223,8 @@ class SharedBuffer(ABC):
                     f"{self!r} is registered by {len(open_regions)} region(s): close these, or their engine, first"
                 )
             self._unmap()
+            lease, self._lease = self._lease, None
+        del lease  # its end may wait for a thread that takes our lock
 
     @abstractmethod
     def _unmap(self) -> None: ...

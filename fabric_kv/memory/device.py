@@ -1,8 +1,9 @@
 """Memory of a CUDA device that NICs reach and other processes can map: cuMem allocations with both flags set.
 
->>> with DeviceBuffer.allocate("cuda:0", 1 << 30) as buffer:
-...     cache = torch.from_dlpack(buffer).view(torch.float16)
-...     region = buffer.region(engine)               # EngineOptions(device_memory=True)
+>>> buffer = DeviceBuffer.allocate("cuda:0", 1 << 30)
+>>> cache = torch.from_dlpack(buffer).view(torch.float16)
+>>> region = buffer.region(engine)                   # EngineOptions(device_memory=True)
+>>> region.close(); del cache; buffer.close()        # in this order: it is not unmapped under its users
 
 Not zeroed. Driver calls run with the device's primary context current, which is the one that frameworks use, and the
 thread's own is put back.
@@ -14,11 +15,11 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ..dlpack import CUDA, device_capsule
 from ..errors import AllocationError, ClosedError, ConfigError, DeviceError, SharingError
-from .buffer import MAX_HANDLES, BufferInfo, Exported, SharedBuffer
+from .buffer import MAX_HANDLES, BufferInfo, Exported, SharedBuffer, check_nbytes
 from .driver import Driver, device_index, load_driver
 
 __all__ = ["DeviceBuffer", "release_on_device"]
@@ -49,7 +50,9 @@ class DeviceBuffer(SharedBuffer):
         self._finalizer: weakref.finalize[..., Any]
 
     @classmethod
-    def allocate(cls, device: str | int, nbytes: int, *, handle_bytes: int | None = None) -> DeviceBuffer:
+    def allocate(
+        cls, device: str | int, nbytes: SupportsIndex, *, handle_bytes: SupportsIndex | None = None
+    ) -> DeviceBuffer:
         """Allocate memory on a device.
 
         Parameters
@@ -69,8 +72,7 @@ class DeviceBuffer(SharedBuffer):
         DeviceError
             If cuda-bindings or the driver is missing, the device lacks what is needed, or there is not so much memory.
         """
-        if not isinstance(nbytes, int) or not 0 < nbytes <= 2**62:
-            raise ConfigError(f"nbytes={nbytes!r} must be an integer in [1, 2^62]")
+        nbytes = check_nbytes(nbytes)
         index = device_index(device)
         driver = load_driver()
         for attribute, what in _NEEDED.items():
@@ -130,7 +132,7 @@ class DeviceBuffer(SharedBuffer):
                 except AllocationError as error:
                     if error.code is None:
                         raise SharingError(
-                            f"a handle of {info.nbytes} bytes is refused: {error}", reason="size"
+                            f"a handle of {info.nbytes} bytes is refused: {error}", reason="unreachable"
                         ) from None
                     raise
             return cls._map(info, driver, index, handles, owned, imported=True)
@@ -228,7 +230,8 @@ class DeviceBuffer(SharedBuffer):
         return bytes(out)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Copy bytes to the device, and wait for it; for tests."""
+        """Copy bytes, or what any contiguous buffer holds, to the device, and wait for it; for tests."""
+        data = bytes(data)
         self._check_range(offset, len(data))
         with self._driver.current(self._index):
             self._driver.call("cuMemcpyHtoD", self.address + offset, data, len(data), device=self._index)
@@ -260,13 +263,11 @@ class DeviceBuffer(SharedBuffer):
         self._finalizer()
 
 
-def _cut(nbytes: int, page: int, handle_bytes: int | None) -> tuple[int, ...]:
+def _cut(nbytes: int, page: int, handle_bytes: SupportsIndex | None) -> tuple[int, ...]:
     total = -(-nbytes // page) * page
     if handle_bytes is None:
         return (total,)
-    if not 0 < handle_bytes <= 2**62:
-        raise ConfigError(f"handle_bytes={handle_bytes} must lie in [1, 2^62]")
-    most = -(-handle_bytes // page) * page
+    most = -(-check_nbytes(handle_bytes, "handle_bytes") // page) * page
     if -(-total // most) > MAX_HANDLES:
         raise ConfigError(f"{nbytes} bytes in handles of {most} are more than {MAX_HANDLES} handles")
     return tuple(min(most, total - begin) for begin in range(0, total, most))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
+import re
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -20,6 +22,8 @@ from typing import Any
 from ..errors import ConfigError, DeviceError
 
 __all__ = ["Driver", "device_index", "load_driver"]
+
+_DEVICE = re.compile(r"cuda(?::([0-9]{1,9}))?")
 
 
 class Driver:
@@ -148,10 +152,14 @@ def device_index(device: str | int) -> int:
     DeviceError
         As :func:`load_driver`.
     """
-    text = str(device).removeprefix("cuda").removeprefix(":") or "0"
-    if isinstance(device, bool) or not text.isdecimal():
+    if isinstance(device, str):
+        found = _DEVICE.fullmatch(device)
+        index = int(found[1] or 0) if found else -1
+    else:
+        index = -1 if isinstance(device, bool) or not hasattr(device, "__index__") else operator.index(device)
+    if index < 0:
         raise ConfigError(f"device={device!r} is neither 'cpu' nor a CUDA device: 'cuda:N' or N")
-    index, count = int(text), load_driver().num_devices()
+    count = load_driver().num_devices()
     if index >= count:
         raise ConfigError(f"device={device!r} does not exist: this process sees {count} CUDA device(s)")
     return index

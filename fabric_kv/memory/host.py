@@ -1,8 +1,8 @@
 """Host memory that other processes can map: a memfd, on huge pages and on a NUMA node where asked for.
 
->>> with HostBuffer.allocate(1 << 30, hugepages=True, numa_node=0) as buffer:
-...     keys = buffer.array.view("f2").reshape(2, -1, 16, 64)
-...     torch.from_dlpack(buffer)                # the same bytes
+>>> buffer = HostBuffer.allocate(1 << 20, numa_node=0)        # hugepages=True: where some are reserved
+>>> keys = buffer.array.view("f2").reshape(2, -1, 16, 64)     # torch.from_dlpack(buffer): the same bytes
+>>> del keys; buffer.close()                                  # in this order: it is not unmapped under its users
 
 The file is sealed against shrinking: whoever maps it can never be struck by SIGBUS because somebody truncates it.
 """
@@ -18,12 +18,12 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
 from ..errors import AllocationError, ClosedError, ConfigError, SharingError
-from .buffer import BufferInfo, Exported, SharedBuffer
+from .buffer import BufferInfo, Exported, SharedBuffer, check_nbytes
 from .numa import bind
 from .room import room
 
@@ -97,7 +97,12 @@ class HostBuffer(SharedBuffer):
 
     @classmethod
     def allocate(
-        cls, nbytes: int, *, hugepages: bool | int = False, numa_node: int | None = None, populate: bool = True
+        cls,
+        nbytes: SupportsIndex,
+        *,
+        hugepages: bool | int = False,
+        numa_node: int | None = None,
+        populate: bool = True,
     ) -> HostBuffer:
         """Allocate zeroed memory.
 
@@ -122,8 +127,7 @@ class HostBuffer(SharedBuffer):
         AllocationError
             If there is not so much memory, or not so many huge pages.
         """
-        if not isinstance(nbytes, int) or not 0 < nbytes <= 2**62:
-            raise ConfigError(f"nbytes={nbytes!r} must be an integer in [1, 2^62]")
+        nbytes = check_nbytes(nbytes)
         huge = (_default_hugepage_bytes() if hugepages is True else int(hugepages)) if hugepages else 0
         if huge and (huge & (huge - 1) or huge <= mmap.PAGESIZE):
             raise ConfigError(f"hugepages={hugepages} is no size of a huge page: it must be a power of 2 in bytes")

@@ -1,8 +1,7 @@
 """Buffers of another process, mapped into this one, and word of their owner's end.
 
->>> with import_buffers("/run/kv/rank0", timeout_s=30) as ranks_buffers:
-...     region = ranks_buffers["layer0"].region(engine)
-...     ranks_buffers.check()                     # SharingError once the rank's process has died
+>>> with import_buffers("/run/kv/rank0", timeout_s=30) as rank, rank["layer0"].region(engine) as region:
+...     rank.check()                                  # SharingError once the rank's process has died
 
 The memory stays mapped when its owner dies, so that no NIC and no thread of ours can fall over it, and is marked.
 """
@@ -10,6 +9,7 @@ The memory stays mapped when its owner dies, so that no NIC and no thread of our
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -34,6 +34,8 @@ __all__ = ["ImportedBuffers", "import_buffers"]
 
 _log = logging.getLogger("fabric_kv")
 
+# The process is gone, as we shall see; or the kernel is older than 5.3, or a container's filter does not know the call.
+_NO_PIDFD = {errno.ESRCH, errno.ENOSYS, errno.EPERM}
 _RETRY_S = 0.01  # a rank that is not there yet is looked for so often
 _JOIN_S = 5.0
 
@@ -48,14 +50,22 @@ class _Owner:
         self.label = ""
         self.buffers: dict[str, weakref.ref[SharedBuffer]] = {}
         self.lost: SharingError | None = None
+        self._losing = False
         self.on_lost: Callable[[SharingError], None] | None = None
+        self.withdrawn: dict[str, SharingError] = {}
+        self.on_withdrawn: Callable[[str, SharingError], None] | None = None
         self.wake, self._wakes = socket.socketpair()
         # Before the server has answered: so it is the process that listens there, and not a later one with its number.
         # A connection alone would not do: a child of the owner may hold its other end.
         self.pidfd = -1
         if who.pid > 0:
-            with contextlib.suppress(OSError):  # it is gone, as we shall see; or the kernel is older than 5.3
+            try:
                 self.pidfd = os.pidfd_open(who.pid)
+            except OSError as error:
+                if error.errno not in _NO_PIDFD:
+                    self.wake.close()
+                    self._wakes.close()
+                    raise
         self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         _owners.add(self)
@@ -65,8 +75,16 @@ class _Owner:
 
     def watch(self) -> None:
         self.connection.settimeout(None)
-        self.thread = threading.Thread(target=self._run, name="fabric_kv-owner", daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=self._run, name="fabric_kv-owner", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise SharingError(
+                f"{self} cannot be watched: {error}. Hint: limits on threads (ulimit -u, pids.max)",
+                path=self.path,
+                reason="full",
+            ) from None
+        self.thread = thread
 
     def _run(self) -> None:
         poll = select.poll()
@@ -95,9 +113,7 @@ class _Owner:
         """Obey what comes by itself; False if that is the end."""
         if isinstance(body, wire.Withdrawn):
             error = SharingError(f"{body.name!r} was withdrawn by {self}", path=self.path, reason="late")
-            buffer = self.buffers.get(body.name, lambda: None)()
-            if buffer is not None:
-                buffer._mark_lost(error)
+            self.withdraw(body.name, error)
             return True
         if isinstance(body, wire.Closing):
             self.lose("late", "it has closed its server")
@@ -105,26 +121,37 @@ class _Owner:
             self.lose("protocol", f"it sent {type(body).__name__} without being asked")
         return False
 
+    def withdraw(self, name: str, error: SharingError) -> None:
+        if name not in self.buffers or name in self.withdrawn:  # of one that was added under that name since
+            return
+        if (buffer := self.buffers[name]()) is not None:
+            buffer._mark_lost(error)
+        with self._lock:
+            self.withdrawn[name], fn = error, self.on_withdrawn
+        self.call(fn, name, error)
+
     def lose(self, reason: str, why: str) -> None:
         error = SharingError(f"{self} is lost: {why}", path=self.path, reason=reason)
         with self._lock:
-            if self.lost is not None:
+            if self._losing:
                 return
-            self.lost, fn = error, self.on_lost  # whoever sets on_lost from now on sees that it is too late
+            self._losing = True
         for ref in list(self.buffers.values()):
             if (buffer := ref()) is not None:
                 buffer._mark_lost(error)
+        with self._lock:  # not before: whoever is told, or sees it, finds all of them marked
+            self.lost, fn = error, self.on_lost  # whoever sets on_lost from now on sees that it is too late
         _log.warning("%s", error)
         self.call(fn, error)
 
     @staticmethod
-    def call(fn: Callable[[SharingError], None] | None, error: SharingError) -> None:
+    def call(fn: Callable[..., None] | None, *args: object) -> None:
         if fn is None:
             return
         try:
-            fn(error)
+            fn(*args)
         except Exception:  # noqa: BLE001  the user's; must not take our thread along
-            _log.exception("on_lost raised")
+            _log.exception("on_lost or on_withdrawn raised")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -146,6 +173,13 @@ class _Owner:
 _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 
+class _Lease:
+    """Held by all that was imported from one owner: with the last of it the owner is watched no more."""
+
+    def __init__(self, owner: _Owner) -> None:
+        self.end = weakref.finalize(self, owner.close)
+
+
 def _abandon_in_child() -> None:
     for owner in _owners:
         owner.abandon()
@@ -156,6 +190,9 @@ os.register_at_fork(after_in_child=_abandon_in_child)
 
 class ImportedBuffers(Mapping[str, SharedBuffer]):
     """The buffers of one owner, by name. Made by :func:`import_buffers`; a context manager that closes.
+
+    The owner is watched, and knows of us, until :meth:`close` or until this, the last buffer and the last region are
+    dropped. Arrays and tensors alone keep the memory mapped, and nothing else.
 
     Attributes
     ----------
@@ -176,7 +213,9 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
         self.pid = owner.who.pid
         self._owner = owner
         self._buffers = buffers
-        self._finalizer = weakref.finalize(self, owner.close)
+        self._lease = _Lease(owner)
+        for buffer in buffers.values():
+            buffer._lease = self._lease  # regions hold their buffers
 
     def __getitem__(self, name: str) -> SharedBuffer:
         try:
@@ -208,6 +247,18 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
         if late is not None:
             self._owner.call(fn, late)
 
+    def on_withdrawn(self, fn: Callable[[str, SharingError], None] | None) -> None:
+        """Call ``fn(name, error)`` once for each buffer that its owner withdraws, which is marked with the same error.
+
+        On the thread that watches the owner; for those that are withdrawn already, now. What is left when the owner is
+        lost is :meth:`on_lost`'s.
+        """
+        with self._owner._lock:
+            self._owner.on_withdrawn = fn
+            late = dict(self._owner.withdrawn)
+        for name, error in late.items():
+            self._owner.call(fn, name, error)
+
     def close(self) -> None:
         """Unmap all of them and take leave of the owner. Calling it twice is fine.
 
@@ -224,7 +275,7 @@ class ImportedBuffers(Mapping[str, SharedBuffer]):
                 used.append(str(error))
         if used:
             raise ConfigError(f"{len(used)} of {len(self)} buffers of {self._owner} are in use: {used[0]}")
-        self._finalizer()
+        self._lease.end()
 
     def __enter__(self) -> Self:
         return self
@@ -268,12 +319,15 @@ def import_buffers(
     SharingError
         Nothing is mapped then. Its ``reason`` is ``absent`` (nobody served there in time), ``foreign`` (we, or the
         server, are of another user, or it is another process), ``late`` (another epoch, or a buffer was withdrawn
-        meanwhile), ``size`` (there is less memory than announced), ``full`` (a limit on importers or on descriptors),
-        ``timeout``, ``gone`` (the owner has died meanwhile), or ``protocol``.
+        meanwhile), ``size`` (there is less memory than announced), ``unreachable`` (device memory that NICs
+        cannot reach), ``full`` (a limit on importers, descriptors or threads), ``timeout``, ``gone`` (the owner has
+        died meanwhile), or ``protocol``.
+    ConfigError
+        If an argument is out of range.
     AllocationError, DeviceError
         If a buffer cannot be mapped, or is on a device that this process does not see.
     """
-    path = os.fspath(path)
+    path = wire.check_path(path)
     if not 0 < timeout_s <= 86400:
         raise ConfigError(f"timeout_s={timeout_s} must lie in (0, 86400]")
     deadline = time.monotonic() + timeout_s
@@ -308,8 +362,8 @@ def import_buffers(
         conversation.say(wire.Done())
         if conversation.passed:
             raise SharingError(f"{owner} withdrew buffers meanwhile", path=path, reason="late")
+        owner.watch()
         undo.pop_all()
-    owner.watch()
     return ImportedBuffers(owner, welcome.epoch, buffers)
 
 

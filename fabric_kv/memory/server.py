@@ -61,7 +61,8 @@ class BufferServer:
     ConfigError
         If an argument is out of range.
     SharingError
-        If a server that lives is at the path (reason ``full``), or the path cannot be used (``absent``).
+        If a server that lives is at the path or there are no more threads (reason ``full``), or the path cannot be used
+        (``absent``).
 
     Notes
     -----
@@ -79,11 +80,12 @@ class BufferServer:
         max_importers: int = 8,
         timeout_s: float = 5.0,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = wire.check_path(path)
         self.label = label
         self.epoch = secrets.token_bytes(16) if epoch is None else bytes(epoch)
-        if len(self.epoch) != 16 or len(label) > 255:
-            raise ConfigError(f"epoch must have 16 bytes, not {len(self.epoch)}, and label at most 255 characters")
+        if len(self.epoch) != 16:
+            raise ConfigError(f"epoch must have 16 bytes, not {len(self.epoch)}")
+        _check_text("label", label, 0)
         if not 1 <= max_importers <= 4096 or not 0 < timeout_s <= 3600:
             raise ConfigError(f"max_importers={max_importers} or timeout_s={timeout_s} is out of range")
         self._users = frozenset([os.geteuid()] if users is None else users)
@@ -102,7 +104,16 @@ class BufferServer:
         self._inode = _inode(self.path)
         _servers.add(self)
         self._accepting = threading.Thread(target=self._accept, name="fabric_kv-buffers", daemon=True)
-        self._accepting.start()
+        try:
+            self._accepting.start()
+        except RuntimeError as error:
+            self._closed = True
+            self._end_listening()
+            raise SharingError(
+                f"buffers cannot be served at {self.path!r}: {error}. Hint: limits on threads (ulimit -u, pids.max)",
+                path=self.path,
+                reason="full",
+            ) from None
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +127,7 @@ class BufferServer:
         ClosedError
             If the buffer or the server is closed.
         """
-        if not 1 <= len(name) <= 255:
-            raise ConfigError(f"name={name!r} must have 1 to 255 characters")
+        _check_text("name", name, 1)
         buffer._check_exportable()
         with self._changed:
             if self._closed:
@@ -196,6 +206,9 @@ class BufferServer:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
+        self._end_listening()
+
+    def _end_listening(self) -> None:
         self._listener.close()
         if self._inode is not None and _inode(self.path) == self._inode:
             with contextlib.suppress(OSError):
@@ -234,18 +247,24 @@ class BufferServer:
                 if self._closed:
                     connection.close()
                     return
-                full = len(self._connections) >= self._max_importers
-                if not full:
-                    self._connections[connection] = None
-                    thread = threading.Thread(
-                        target=self._serve, args=(connection,), name="fabric_kv-importer", daemon=True
-                    )
-                    self._threads.add(thread)
-                    thread.start()
+                full = self._take(connection)
             if full:
                 with connection, contextlib.suppress(OSError):
-                    text = f"it has max_importers={self._max_importers} already"
-                    wire.send(connection, wire.Refused("full", text), flags=socket.MSG_DONTWAIT)
+                    wire.send(connection, wire.Refused("full", full), flags=socket.MSG_DONTWAIT)
+
+    def _take(self, connection: socket.socket) -> str:
+        """Give an importer a thread, with the lock held, which it waits for before it ends; why not, if not."""
+        if len(self._connections) >= self._max_importers:
+            return f"it has max_importers={self._max_importers} already"
+        thread = threading.Thread(target=self._serve, args=(connection,), name="fabric_kv-importer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warning("%r cannot serve an importer: %s", self, error)
+            return f"it has no thread left for it: {error}. Hint: limits on threads (ulimit -u, pids.max)"
+        self._connections[connection] = None
+        self._threads.add(thread)
+        return ""
 
     def _serve(self, connection: socket.socket) -> None:
         peer = None
@@ -262,7 +281,8 @@ class BufferServer:
                     wire.receive(connection, wire.ToServer, self.path)  # nothing more comes: until the end
             except SharingError as error:
                 _log.warning("%r refuses process %d of user %d: %s", self, who.pid, who.uid, error)
-                wire.send(connection, wire.Refused(error.reason, str(error)[:4096]))
+                text = str(error)[:2048].encode(errors="replace").decode()  # a path may have lone surrogates
+                wire.send(connection, wire.Refused(error.reason, text))
         except OSError as error:
             if not wire.is_gone(error):
                 _log.warning("%r drops an importer: %s", self, error)
@@ -354,6 +374,17 @@ def _abandon_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def _check_text(what: str, text: str, least: int) -> None:
+    """Refuse what no frame can carry."""
+    try:
+        fits = least <= len(text) <= 255
+        text.encode()
+    except (AttributeError, TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{what}={text!r} is no text that can be sent: {error}") from None
+    if not fits:
+        raise ConfigError(f"{what}={text!r} must have {least} to 255 characters")
 
 
 def _inode(path: str) -> tuple[int, int] | None:

@@ -1,10 +1,11 @@
-"""Device memory for NICs that cannot reach it: a copy of it in host memory, and what that costs.
+"""Device memory for NICs that cannot reach it: copies of it in host memory, and what they cost.
 
 >>> region = engine.register(tensor, staging="host")
 >>> engine.write_pages(peer, region, ...)         # copies the pages to the host first
->>> counter.result(5); region.unstage()           # copies what has arrived to the device
+>>> counter.result(5); region.unstage(0, 65536)   # copies what has arrived there to the device
 >>> engine.describe()["staging"]                  # {'regions': 1, 'copies': 9, 'bytes': 589824, 'seconds': 0.002}
 
+What arrives and what is sent lie apart: a page that has arrived stays until it is unstaged, whatever is sent meanwhile.
 Copies are made on the calling thread, by the driver's default stream: whoever has computed the pages on another stream
 waits for that first.
 """
@@ -25,7 +26,8 @@ from .host import HostBuffer
 from .ranges import device_of
 
 if TYPE_CHECKING:
-    from ..transfers import PagePiece
+    from ..engine import Engine
+    from ..transfers import MemoryRegion, PagePiece
 
 __all__ = ["Staging", "StagingFigures", "stage_pieces"]
 
@@ -50,7 +52,14 @@ class StagingFigures:
 
 
 class Staging:
-    """The host's copy of a range of device memory.
+    """The host's copies of a range of device memory.
+
+    Attributes
+    ----------
+    device : int
+        The CUDA device that the range is on.
+    arrivals : HostBuffer
+        What peers reach: the device's bytes at the time of registration, and what has been written since.
 
     Raises
     ------
@@ -62,52 +71,80 @@ class Staging:
 
     def __init__(self, address: int, nbytes: int, owner: object, figures: StagingFigures) -> None:
         self._driver = load_driver()
-        self._device = device_of(self._driver, address)
+        self.device = device_of(self._driver, address)
         self._address = address
         self._owner = owner
         self._figures = figures
-        self.mirror = HostBuffer.allocate(nbytes)
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._outgoing: tuple[HostBuffer, MemoryRegion] | None = None  # guarded by _lock; made by the first send
+        self.arrivals = HostBuffer.allocate(nbytes)
+        self._copy(self.arrivals, [(0, nbytes)], to_host=True)
         figures.add(regions=1)
 
-    def to_host(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copy (offset, nbytes) ranges from the device."""
-        self._copy(ranges, to_host=True)
+    def to_host(self, engine: Engine, group: int, ranges: Sequence[tuple[int, int]]) -> MemoryRegion:
+        """Copy (offset, nbytes) ranges from the device, and return the region that they can be sent from."""
+        with self._lock:
+            if self._outgoing is None or self._outgoing[1].closed:
+                buffer = HostBuffer.allocate(self._nbytes)
+                self._outgoing = buffer, buffer.region(engine, group=group)
+            buffer, region = self._outgoing
+        self._copy(buffer, ranges, to_host=True)
+        return region
 
     def to_device(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copy (offset, nbytes) ranges to the device."""
-        self._copy(ranges, to_host=False)
+        """Copy (offset, nbytes) ranges of what has arrived to the device."""
+        self._copy(self.arrivals, ranges, to_host=False)
 
-    def _copy(self, ranges: Sequence[tuple[int, int]], *, to_host: bool) -> None:
+    def close(self) -> None:
+        """Give up what is sent from; the next send would make it again.
+
+        Raises
+        ------
+        ConfigError
+            If a transfer still reads it.
+        """
+        with self._lock:
+            if self._outgoing is not None:
+                self._outgoing[1].close()
+                self._outgoing = None
+
+    def _copy(self, buffer: HostBuffer, ranges: Sequence[tuple[int, int]], *, to_host: bool) -> None:
         begun = time.perf_counter()
-        host, device = self.mirror.address, self._address
-        with self._driver.current(self._device):
+        host, device = buffer.address, self._address
+        with self._driver.current(self.device):
             for at, nbytes in ranges:
                 if to_host:
-                    self._driver.call(
-                        "cuMemcpyDtoH", host + at, device + at, nbytes, device=self._device, nbytes=nbytes
-                    )
+                    self._driver.call("cuMemcpyDtoH", host + at, device + at, nbytes, device=self.device, nbytes=nbytes)
                 else:
-                    self._driver.call(
-                        "cuMemcpyHtoD", device + at, host + at, nbytes, device=self._device, nbytes=nbytes
-                    )
+                    self._driver.call("cuMemcpyHtoD", device + at, host + at, nbytes, device=self.device, nbytes=nbytes)
             if not to_host:
                 # From pageable memory a copy returns when the bytes have been taken, not when they are there.
-                self._driver.call("cuCtxSynchronize", device=self._device)
+                self._driver.call("cuCtxSynchronize", device=self.device)
         total = sum(nbytes for _, nbytes in ranges)
         self._figures.add(copies=len(ranges), bytes=total, seconds=time.perf_counter() - begun)
 
 
-def stage_pieces(pieces: Sequence[PagePiece], *, waits: bool) -> None:
+def stage_pieces(pieces: list[PagePiece], *, waits: bool) -> list[PagePiece]:
     """Copy what these pieces read to the host, where their regions are staged.
+
+    Returns
+    -------
+    list of PagePiece
+        The same that read these copies instead; the list itself if no region is staged.
 
     Raises
     ------
     ConfigError
         If they wait for a watch: what they read is not computed yet.
     """
+    if all(piece.src._staging is None for piece in pieces):
+        return pieces
+    staged = []
     for piece in pieces:
         staging = piece.src._staging
         if staging is None:
+            staged.append(piece)
             continue
         if waits and piece.layer > 0:
             raise ConfigError(
@@ -115,8 +152,10 @@ def stage_pieces(pieces: Sequence[PagePiece], *, waits: bool) -> None:
             )
         ranges = _ranges(piece)
         # What leaves the region is refused by the core, with the page that does.
-        if all(at >= 0 and at + nbytes <= piece.src.nbytes for at, nbytes in ranges):
-            staging.to_host(ranges)
+        if not all(at >= 0 and at + nbytes <= piece.src.nbytes for at, nbytes in ranges):
+            ranges = []
+        staged.append(piece._replace(src=staging.to_host(piece.src._engine, piece.src.remote.group, ranges)))
+    return staged
 
 
 def _ranges(piece: PagePiece) -> list[tuple[int, int]]:

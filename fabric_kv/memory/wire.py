@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from ..encoding import decode, encode
-from ..errors import ProtocolError, SharingError
+from ..errors import ConfigError, ProtocolError, SharingError
 from ..regions import Epoch
 from .buffer import BufferInfo
 
@@ -44,6 +44,7 @@ __all__ = [
     "Welcome",
     "Withdrawn",
     "address_of",
+    "check_path",
     "credentials",
     "is_gone",
     "new_socket",
@@ -148,6 +149,20 @@ def credentials(connection: socket.socket) -> Credentials:
     return Credentials(
         *struct.unpack(layout, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout)))
     )
+
+
+def check_path(path: str | os.PathLike[str]) -> str:
+    """A server's path as the user gave it.
+
+    Raises
+    ------
+    ConfigError
+        If it is empty, to which the kernel would give a name that nobody knows, or has a NUL.
+    """
+    text = os.fsdecode(path)
+    if text in ("", "@") or "\0" in text:
+        raise ConfigError(f"path={path!r} must be a file's, or '@' and a name, without NUL")
+    return text
 
 
 def address_of(path: str) -> str:

@@ -40,19 +40,26 @@ _KERNEL = b"fabric_kv_bump"
 
 # The store releases at system scope whatever was written before it: PTX ISA, "Memory Consistency Model". A load and a
 # store instead of an atomic: those do not work on host memory behind every PCIe root, and the word has one writer.
+# Layers that do not fit into 16 bits are not stored: they would be carried into the step, and what waits for a later
+# one would go although nothing of it is computed.
 _PTX = b"""
 .version 7.0
 .target sm_70
 .address_size 64
 .visible .entry fabric_kv_bump(.param .u64 word, .param .u64 amount)
 {
-    .reg .b64 %rd<5>;
+    .reg .pred %p<2>;
+    .reg .b64 %rd<7>;
     ld.param.u64 %rd1, [word];
     ld.param.u64 %rd2, [amount];
     ld.relaxed.sys.global.u64 %rd3, [%rd1];
-    add.u64 %rd4, %rd3, %rd2;
+    and.b64 %rd4, %rd3, 65535;
+    add.u64 %rd5, %rd4, %rd2;
+    setp.gt.u64 %p1, %rd5, 65535;
+    @%p1 ret;
+    add.u64 %rd6, %rd3, %rd2;
     fence.acq_rel.sys;
-    st.release.sys.global.u64 [%rd1], %rd4;
+    st.release.sys.global.u64 [%rd1], %rd6;
     ret;
 }
 \0"""
@@ -138,6 +145,9 @@ class WatchWord:
 
         It may be captured in a graph, which adds them at each replay. Whatever was written before it, by the stream or
         by this thread, is seen by whoever sees the word.
+
+        A step has at most 65535 layers. What does not fit is an error on the CPU; a device leaves the word as it is, so
+        that a graph that is replayed without :meth:`set_step` never begins a later step.
 
         Raises
         ------

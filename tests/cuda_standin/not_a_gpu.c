@@ -26,6 +26,7 @@ enum {
     INVALID_CONTEXT = 201,
     NOT_FOUND = 500,
     INVALID_HANDLE = 400,
+    CAPTURE_UNSUPPORTED = 900,
 };
 enum { GRANULARITY = 1 << 16, NUM_DEVICES = 2, MOST = 4096, MAGIC = 0x4e4f4750 };
 
@@ -464,16 +465,101 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
     *function = (void*)0xf;
     return module == (void*)0x40d && !strcmp(name, "fabric_kv_bump") ? OK : NOT_FOUND;
 }
-int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void* stream, void** arguments, void** extra) {
+/* Streams do everything at once, and a captured one writes down the kernels. It shows that a test calls what it must in the
+ * right order; not what a driver lets be captured, nor when a stream gets to it. */
+typedef struct {
+    uint64_t* word;
+    uint64_t more;
+} Bump;
+typedef struct {
+    int is_captured, num_bumps;
+    Bump bumps[64];
+} Stream;
+static Stream* copy_of(const Stream* stream) {
+    Stream* copy = malloc(sizeof *copy);
+    *copy = *stream;
+    copy->is_captured = 0;
+    pthread_mutex_lock(&lock);
+    ++num_handles;
+    pthread_mutex_unlock(&lock);
+    return copy;
+}
+static void destroy(Stream* stream) {
+    free(stream);
+    pthread_mutex_lock(&lock);
+    --num_handles;
+    pthread_mutex_unlock(&lock);
+}
+static void bump(Bump by) {
+    if ((*by.word & 0xffff) + by.more <= 0xffff) __atomic_store_n(by.word, *by.word + by.more, __ATOMIC_RELEASE);
+}
+int cuStreamCreate(Stream** stream, unsigned flags) {
     ENTER;
     NEEDS_CONTEXT;
-    (void)stream;
+    (void)flags;
+    *stream = copy_of(&(Stream){0});
+    return OK;
+}
+int cuStreamDestroy(Stream* stream) {
+    const int rc = enter(__func__);
+    destroy(stream);
+    return rc;
+}
+int cuStreamSynchronize(const Stream* stream) {
+    ENTER;
+    return stream && stream->is_captured ? CAPTURE_UNSUPPORTED : OK;
+}
+int cuStreamBeginCapture(Stream* stream, int mode) {
+    ENTER;
+    if (!stream || stream->is_captured || mode < 0 || mode > 2) return INVALID_VALUE;
+    stream->is_captured = 1;
+    stream->num_bumps = 0;
+    return OK;
+}
+int cuStreamEndCapture(Stream* stream, Stream** graph) {
+    ENTER;
+    if (!stream->is_captured) return INVALID_VALUE;
+    *graph = copy_of(stream);
+    stream->is_captured = 0;
+    return OK;
+}
+int cuGraphInstantiateWithFlags(Stream** executable, const Stream* graph, unsigned long long flags) {
+    ENTER;
+    *executable = copy_of(graph);
+    return flags ? INVALID_VALUE : OK;
+}
+int cuGraphLaunch(const Stream* executable, const Stream* stream) {
+    ENTER;
+    if (stream->is_captured) return CAPTURE_UNSUPPORTED;
+    for (int i = 0; i < executable->num_bumps; ++i) bump(executable->bumps[i]);
+    return OK;
+}
+int cuGraphExecDestroy(Stream* executable) {
+    const int rc = enter(__func__);
+    destroy(executable);
+    return rc;
+}
+int cuGraphDestroy(Stream* graph) {
+    const int rc = enter(__func__);
+    destroy(graph);
+    return rc;
+}
+
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, Stream* stream, void** arguments, void** extra) {
+    ENTER;
+    NEEDS_CONTEXT;
     Range range;
     if (function != (void*)0xf || gx * gy * gz * bx * by * bz != 1 || shared || extra) return INVALID_VALUE;
     uint64_t* word = *(uint64_t**)arguments[0];
     if (find(registered, (uintptr_t)word, &range, 0, 0)) return INVALID_VALUE;
-    __atomic_store_n(word, *word + *(uint64_t*)arguments[1], __ATOMIC_RELEASE);
+    const Bump one = {word, *(uint64_t*)arguments[1]};
+    if (!stream || !stream->is_captured)
+        bump(one);
+    else if (stream->num_bumps < 64)
+        stream->bumps[stream->num_bumps++] = one;
+    else
+        return OUT_OF_MEMORY;
     return OK;
 }
 
@@ -487,6 +573,8 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     do(cuMemMap) do(cuMemUnmap) do(cuMemSetAccess) do(cuPointerGetAttribute) do(cuMemGetAddressRange)                   \
     do(cuMemGetHandleForAddressRange) do(cuMemcpyDtoH) do(cuMemcpyHtoD) do(cuMemAlloc) do(cuMemFree) do(cuCtxSynchronize) do(cuFlushGPUDirectRDMAWrites)                  \
     do(cuMemHostRegister) do(cuMemHostUnregister) do(cuMemHostGetDevicePointer) do(cuStreamWriteValue64)    \
+    do(cuStreamCreate) do(cuStreamDestroy) do(cuStreamSynchronize) do(cuStreamBeginCapture) do(cuStreamEndCapture)      \
+    do(cuGraphInstantiateWithFlags) do(cuGraphLaunch) do(cuGraphExecDestroy) do(cuGraphDestroy)                         \
     do(cuModuleLoadData) do(cuModuleUnload) do(cuModuleGetFunction) do(cuLaunchKernel)
 
 int cuGetProcAddress_v2(const char* symbol, void** out, int version, uint64_t flags, int* status) {

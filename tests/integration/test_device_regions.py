@@ -101,11 +101,16 @@ print("held", list(held))
 
 
 def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    build_fabric_standin(folder)
     cuda = build("not_a_gpu.c", "libcuda.so.1", folder)
+    return run_python(folder, "-c", program, str(cuda), **environment)
+
+
+def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    build_fabric_standin(folder)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [sys.executable, "-c", program, str(cuda)],
+        [sys.executable, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -208,6 +213,26 @@ def test_a_provider_that_takes_neither_is_named_with_the_device(tmp_path: Path) 
     assert registrations == "0"
 
 
+@pytest.mark.parametrize(
+    ("refuses", "words"),
+    [("", "registered: "), ("dmabuf", "registered: "), ("dmabuf hmem", "refused: ")],
+)
+def test_the_suite_for_gpus_holds_where_a_provider_reaches_device_memory_and_where_not(
+    tmp_path: Path, refuses: str, words: str
+) -> None:
+    test = "test_device_memory_is_registered_or_the_provider_and_the_device_are_named[tcp]"
+    done = run_python(
+        tmp_path,
+        *("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"),
+        f"tests/unit/test_memory_device.py::{test}",
+        STANDIN_FABRIC_VERSION="1.20",
+        STANDIN_REFUSES=refuses,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+    assert words in done.stdout
+
+
 STAGED = """
 import ctypes, gc, sys
 import numpy as np
@@ -220,6 +245,7 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
     source, target = (DeviceBuffer.allocate(device, page * pages) for device in (0, 1))
     data = np.random.default_rng(3).integers(0, 256, (pages, page), np.uint8)
     source.write(0, data.tobytes())
+    target.write(0, b"d" * target.nbytes)
     try:
         source.region(here)
     except RegistrationError as error:
@@ -229,9 +255,19 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
     counter = there.counter(unit_bytes=page, expected_units=4)
     here.write_pages(peer, src, dst.remote, [3, 4, 9, 5], [0, 1, 2, 3], page_bytes=page, token=counter.token).result(30)
     counter.result(30)
-    print("before", target.read(0, page) == bytes(page))
-    dst.unstage(0, 4 * page)
+    print("before", target.read(0, 4 * page) == b"d" * 4 * page)
+    host = here.register(bytearray(2 * page))
+    here.read_pages(peer, host, dst.remote, [0, 1], [0, 29], page_bytes=page).result(30)
+    print("read", bytes(host._owner[1]) == data[3].tobytes() + b"d" * page)
+    # It is sent on before it is unstaged: the device's bytes go, and what has arrived stays.
+    counter = here.counter(unit_bytes=page, expected_units=1)
+    there.write(there.add_peer(here.address), dst, 0, host.remote, 0, page, token=counter.token).result(30)
+    counter.result(30)
+    print("sent", bytes(host._owner[1])[:page] == b"d" * page)
+    dst.unstage(0, 2 * page)
+    dst.unstage(2 * page, 2 * page)
     print("after", target.read(0, 4 * page) == data[[3, 4, 9, 5]].tobytes())
+    print("others", target.read(4 * page, 26 * page) == b"d" * 26 * page)
     for engine in (here, there):
         figures = engine.describe()["staging"]
         print(figures["regions"], figures["copies"], figures["bytes"], figures["seconds"] > 0)
@@ -242,17 +278,30 @@ with Engine("tcp", nics=["127.0.0.1"]) as here, Engine("tcp", nics=["127.0.0.1"]
         lambda: here.prepare(peer, [PreparedPiece(src, 0, page, dst.remote, 0, page, page)]),
         lambda: here.write_pages(peer, src, dst.remote, [pages], [0], page_bytes=page),
         lambda: dst.unstage(0, page * pages + 1),
+        lambda: dst.unstage(-1, 2),
         lambda: here.register(np.zeros(10), staging="host"),
-        lambda: here.register(np.zeros(10)).unstage(),
+        lambda: here.register((source.address, 100, "cuda:1"), staging="host"),
+        lambda: here.register(np.zeros(10)).unstage(0, 1),
     ):
         try:
             refused()
             print("taken")
         except ConfigError as error:
-            print("refused", str(error)[:40].replace("\\n", " "))
+            print("refused", str(error)[-40:].replace("\\n", " "))
+    with Engine("tcp", nics=["127.0.0.1"]) as third:
+        unclosed = source.region(third, staging="host")
+        third.write(third.add_peer(there.address), unclosed, 0, dst.remote, 0, page).result(30)
+    unclosed.close()
+    held = [source.region(here, staging="host") for _ in range(2)]
+    for region in held:
+        here.write(peer, region, 0, dst.remote, 0, page).result(30)
+    held.pop().close()
+    del held, region                       # one closed, one dropped
     src.close()
     dst.close()
-del src, dst, piece, watch, refused
+    gc.collect()
+    print("registrations", here.describe()["groups"][0]["registrations"])
+del src, dst, piece, watch, refused, unclosed
 gc.collect()
 source.close()
 target.close()
@@ -263,15 +312,21 @@ def test_staging_in_host_memory_is_asked_for_and_its_cost_is_told(tmp_path: Path
     done = run(tmp_path, STAGED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:5] == [
+    assert lines[:8] == [
         "unasked True",
         "before True",
+        "read True",
+        "sent True",
         "after True",
-        "1 2 20000 True",  # pages 3 to 5 are one copy
-        "1 1 20000 True",
+        "others True",
+        "1 3 170000 True",  # all of it at registration; pages 3 to 5 are one copy
+        "1 4 175000 True",
     ]
-    assert len(lines) == 11
-    assert all(line.startswith("refused") for line in lines[5:]), lines[5:]
+    assert len(lines) == 17
+    # That of `host`, which was never closed.
+    assert lines.pop() == "registrations 1"
+    assert any("is on cuda:0, not on cuda:1" in line for line in lines)
+    assert all(line.startswith("refused") for line in lines[8:]), lines[8:]
 
 
 LIMITED = """

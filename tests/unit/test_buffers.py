@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -62,6 +64,30 @@ class CudaArray:
         } | changes
 
 
+OUTLIVES = """
+import builtins, json, sys
+from fabric_kv.dlpack import device_capsule
+capsule = device_capsule(0x1000, 16, 0, lambda: print("released", flush=True))
+class Cycle: pass
+if sys.argv[1] == "cycle":
+    cycle = Cycle()
+    cycle.itself, cycle.capsule, cycle.sys = cycle, capsule, sys
+    sys.kept = cycle
+elif sys.argv[1] == "builtins":
+    builtins.kept = capsule
+elif sys.argv[1] == "json":
+    json.kept = capsule
+del capsule
+"""
+
+
+@pytest.mark.parametrize("where", ["cycle", "builtins", "json", "nowhere"])
+def test_a_capsule_may_outlive_our_modules(where: str) -> None:
+    done = subprocess.run([sys.executable, "-c", OUTLIVES, where], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "released\n" or where == "cycle"  # which ends last of all, when print has nowhere to write
+
+
 @pytest.mark.parametrize("dtype", ["u1", "f2", "f8", "c16", "V7", [("a", "u1"), ("b", "i8")]])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_of_any_dtype_and_order(dtype: Any, order: Any) -> None:
@@ -97,6 +123,19 @@ def test_dlpack(versioned: bool) -> None:
     assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
 
 
+class Pinned(Dlpack):
+    """As torch announces CPU tensors after pin_memory()."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 3, 0
+
+
+def test_pinned_host_memory_is_host_memory() -> None:
+    values = np.zeros((4, 8), "f4")
+    found = locate(Pinned(values, versioned=True))
+    assert (found.address, found.nbytes, found.device) == (values.ctypes.data, values.nbytes, "cpu")
+
+
 def test_dlpack_that_says_read_only_is_refused() -> None:
     values = np.zeros(8)
     values.flags.writeable = False
@@ -122,7 +161,7 @@ def test_dlpack_on_a_cuda_device_is_held_by_its_capsule() -> None:
 
 
 def test_dlpack_on_another_device_is_refused_by_its_type() -> None:
-    with pytest.raises(ConfigError, match="device type 8: 1, the host, and 2, CUDA"):
+    with pytest.raises(ConfigError, match=r"device type 8: 1 and 3, the host, and 2, CUDA, .* Hint: "):
         locate(OnDevice(8))
 
 
@@ -198,7 +237,10 @@ def test_cuda_arrays() -> None:
 
 
 def test_bare_addresses() -> None:
-    assert locate((4096, 100, "cuda:1"))[:3] == (4096, 100, "cuda:1")
+    for device in ("cuda:1", "cuda:77", "cuda", "cpu"):
+        assert locate((4096, 100, device))[:3] == (4096, 100, device)
+    found = locate((np.uint64(4096), np.int64(100), "cpu"))
+    assert [type(number) for number in found[:2]] == [int, int]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +261,11 @@ def test_bare_addresses() -> None:
         ((1, 2), "not 2 items"),
         ((1, 2, 3), "must be"),
         (("1", 2, "cpu"), "must be"),
+        ((4096, 2.0, "cpu"), "must be"),
+        *[
+            ((4096, 100, device), "'cpu', 'cuda' or 'cuda:N'")
+            for device in ("banana", "cuda:x", "cuda:", "cuda:-1", "")
+        ],
         ((0, 1, "cpu"), "not a range"),
         ((1, 0, "cpu"), "not a range"),
         ((1, -5, "cpu"), "not a range"),

@@ -21,10 +21,11 @@ import pytest
 from fabric_kv import ConfigError, DeviceError, FabricKVError, RegistrationError, SharingError
 from fabric_kv.bench.memory import make_memory
 from fabric_kv.bench.workload import Fabric
-from fabric_kv.memory import BufferServer, DeviceBuffer, WatchWord, import_buffers, ranges, visibility
+from fabric_kv.memory import BufferServer, DeviceBuffer, Exported, WatchWord, import_buffers, ranges, visibility
 from fabric_kv.memory.driver import load_driver
 from fabric_kv.memory.ranges import device_parts
 from fabric_kv.memory.staging import Staging, StagingFigures
+from fabric_kv.memory.words import _PTX
 
 from ..cuda_standin import load_driver_standin
 
@@ -46,6 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(autouse=True)
 def lib(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    gc.collect()  # what the test before has left
     for device in (0, 1):  # what is kept until the process ends: the bindings' own descriptors, and the contexts
         with load_driver().current(device):
             pass
@@ -85,8 +87,8 @@ def use_all() -> None:
         with device_parts(buffer.address, buffer.nbytes) as (device, parts):
             assert (device, len(parts)) == (1, 3)
         stage = Staging(buffer.address, buffer.nbytes, buffer, StagingFigures())
-        with stage.mirror:
-            stage.to_host([(0, 3)])
+        with stage.arrivals:
+            assert bytes(stage.arrivals.view[:3]) == b"abc"
             stage.to_device([(1, 2)])
     visibility._needs_flush.cache_clear()
     assert visibility.flush_remote_writes(1)
@@ -150,6 +152,21 @@ def test_an_error_while_the_bench_makes_its_memory_leaves_nothing(lib: ctypes.CD
     assert count(lib) == nothing
 
 
+def driver_memory_without_the_flag(nbytes: int) -> int:
+    """The descriptor of such memory on device 0."""
+    driver = load_driver()
+    api = driver.api
+    kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop = api.CUmemAllocationProp()
+    prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.requestedHandleTypes = kind
+    prop.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    handle = driver.call("cuMemCreate", nbytes, prop, 0)
+    fd = int(driver.call("cuMemExportToShareableHandle", handle, kind, 0))
+    driver.call("cuMemRelease", handle)
+    return fd
+
+
 def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ctypes.CDLL) -> None:
     nothing = count(lib)
     with DeviceBuffer.allocate(0, 100) as good, good.export():
@@ -157,6 +174,15 @@ def test_flags_are_looked_at_when_memory_is_made_imported_and_registered(lib: ct
         with pytest.raises(DeviceError, match="not GPUDirect RDMA capable"):
             DeviceBuffer.allocate(0, 100)
         lib.standin_set_rdma_capable(1)
+    assert count(lib) == nothing
+    with DeviceBuffer.allocate(0, 100) as good:
+        capable, bare = good.export(), driver_memory_without_the_flag(good.info.handle_bytes[0])
+        with capable, Exported(good.info, [bare]) as exported:
+            with pytest.raises(SharingError, match="not GPUDirect RDMA capable") as error:
+                DeviceBuffer.import_(exported)
+            assert error.value.reason == "unreachable"
+        del error
+    gc.collect()
     assert count(lib) == nothing
     for attribute, words in ((102, "virtual memory"), (103, "file descriptors"), (110, "GPUDirect RDMA")):
         lib.standin_set_attribute(attribute, 0)
@@ -241,6 +267,42 @@ def test_a_device_without_order_and_without_flush_is_refused(lib: ctypes.CDLL) -
     lib.standin_set_attribute(117, 0)
     with pytest.raises(DeviceError, match="neither keeps GPUDirect writes in order"):
         visibility.flush_remote_writes(0)
+
+
+def run_ptx(word: int, amount: int) -> int:
+    """What a GPU's kernel makes of a word, instruction by instruction, since the stand-in runs none."""
+    values = {"[word]": 0, "[amount]": amount, "65535": 65535}
+    memory = [word]
+    for line in _PTX.decode().split("{")[1].split("}")[0].split(";"):
+        text = line.strip()
+        if text.startswith("@"):
+            condition, text = text[1:].split(None, 1)
+            if not values[condition]:
+                continue
+        operation, *operands = text.replace(",", " ").split()
+        if operation == "ret":
+            return memory[0]
+        kind = operation.split(".")[0]
+        if operation == "ld.param.u64":
+            values[operands[0]] = values[operands[1]]
+        elif kind == "ld":
+            values[operands[0]] = memory[values[operands[1][1:-1]]]
+        elif kind == "st":
+            memory[values[operands[0][1:-1]]] = values[operands[1]]
+        elif kind in ("add", "and", "setp"):
+            a, b = (values[name] for name in operands[1:])
+            values[operands[0]] = {"add": (a + b) % 2**64, "and": a & b, "setp": a > b}[kind]
+        else:
+            assert operation in (".reg", "fence.acq_rel.sys"), operation
+    raise AssertionError("it does not return")
+
+
+@pytest.mark.parametrize("layers", [0, 1, 60, 65474, 65475, 65534, 65535])
+@pytest.mark.parametrize("amount", [1, 2, 61, 65535])
+def test_the_kernel_adds_layers_and_never_touches_the_step(layers: int, amount: int) -> None:
+    for step in (0, 7, (1 << 48) - 1):
+        word = step << 16 | layers
+        assert run_ptx(word, amount) == (word + amount if layers + amount <= 65535 else word)
 
 
 def test_tensors_that_are_taken_are_given_back_by_their_deleter(lib: ctypes.CDLL) -> None:

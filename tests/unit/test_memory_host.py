@@ -65,6 +65,15 @@ def test_any_size_reads_and_writes_as_array_view_and_dlpack(nbytes: int) -> None
         del found
 
 
+def test_sizes_may_be_numpys() -> None:
+    with HostBuffer.allocate(np.int64(5000)) as buffer:
+        assert type(buffer.nbytes) is int
+        assert buffer.nbytes == 5000
+    for wrong in (5000.0, "5000", np.float64(1), None, np.int64(0), 2**63):
+        with pytest.raises(ConfigError, match="nbytes="):
+            allocate("cpu", wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have the buffer protocol from Python 3.12 on")
 def test_the_buffer_protocol() -> None:
     with HostBuffer.allocate(100) as buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_kv import ClosedError, ConfigError, SharingError
+from fabric_kv import ClosedError, ConfigError, Engine, MemoryRegion, SharingError
 from fabric_kv.memory import BufferServer, HostBuffer, import_buffers, wire
 from fabric_kv.memory.buffer import BufferInfo
 
@@ -147,6 +148,37 @@ def test_a_killed_owner_is_noticed_and_its_memory_stays(path: str) -> None:
         pass
 
 
+@pytest.mark.parametrize("kept", ["buffer", "region"])
+def test_an_owner_is_watched_until_the_last_buffer_and_region_are_gone(path: str, kept: str) -> None:
+    with owner(path) as process, Engine("tcp", nics=["127.0.0.1"]) as engine:
+
+        def last_one() -> HostBuffer | MemoryRegion:
+            buffer = import_buffers(path, timeout_s=LONG)["layer1"]
+            assert isinstance(buffer, HostBuffer)
+            return buffer if kept == "buffer" else buffer.region(engine)
+
+        left = last_one()
+        gc.collect()
+        process.kill()
+        until(lambda: left.lost is not None)
+        assert f"process {process.pid}" in str(left.lost)
+        left.close()
+
+
+def test_the_last_region_takes_leave_of_the_owner(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with BufferServer(path, buffers) as server, Engine("tcp", nics=["127.0.0.1"]) as engine:
+        regions = [buffer.region(engine) for buffer in import_buffers(path, timeout_s=LONG).values()]
+        gc.collect()
+        server.wait_importers(1, LONG)
+        regions.pop().close()
+        gc.collect()
+        assert server.importers == [os.getpid()]
+        while regions:
+            regions.pop().close()
+        gc.collect()
+        server.wait_importers(0, LONG)
+
+
 HEIR = """
 import os, subprocess
 sys.stdin.readline()
@@ -197,6 +229,34 @@ def test_an_owner_that_closes_and_one_that_withdraws_are_told_apart(path: str, b
             server.wait_importers(0, LONG)
         with pytest.raises(ClosedError):
             server.add("more", buffers["layer0"])
+
+
+def test_a_withdrawn_buffer_is_told_of_once(path: str, buffers: dict[str, HostBuffer]) -> None:
+    told: list[tuple[str, SharingError, bool]] = []
+    lost: list[SharingError] = []
+    with BufferServer(path, buffers) as server, import_buffers(path, timeout_s=LONG) as imported:
+
+        def tell(name: str, error: SharingError) -> None:
+            told.append((name, error, imported[name].lost is error))
+            raise KeyError(name)  # harms nobody
+
+        imported.on_lost(lost.append)
+        imported.on_withdrawn(tell)
+        for name in ("layer1", "layer0"):
+            server.withdraw(name)
+            server.add(name, buffers[name])
+            server.withdraw(name)  # another one, which was never imported
+        until(lambda: len(told) == 2)
+        late: list[str] = []
+        imported.on_withdrawn(lambda name, _: late.append(name))
+        assert late == [name for name, _, _ in told] == ["layer1", "layer0"]
+        assert all(marked and error.reason == "late" for _, error, marked in told)
+        assert not lost
+        server.withdraw("layer2")
+        until(lambda: late == ["layer1", "layer0", "layer2"])
+        server.close()
+        until(lambda: len(lost) == 1)
+        assert len(told) == 2
 
 
 def test_an_importer_that_dies_is_noticed(path: str, buffers: dict[str, HostBuffer]) -> None:
@@ -258,6 +318,50 @@ def test_a_server_that_comes_later_is_waited_for(path: str, buffers: dict[str, H
     import_buffers(path, timeout_s=LONG).close()
     timer.join()
     servers[0].close()
+
+
+@contextlib.contextmanager
+def no_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with a limit on threads: those of this name cannot start."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        yield
+
+
+def test_a_server_without_threads_refuses_an_importer_and_goes_on(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with BufferServer(path, buffers, max_importers=1):
+        with no_thread("fabric_kv-importer", monkeypatch):
+            assert (error := refusal(path)).reason == "full"
+        assert "no thread left" in str(error)
+        assert "cannot serve an importer: can't start new thread" in caplog.text
+        import_buffers(path, timeout_s=LONG).close()
+    assert not Path(path).exists()
+    with no_thread("fabric_kv-buffers", monkeypatch), pytest.raises(SharingError, match="can't start") as raised:
+        BufferServer(path, buffers)
+    assert raised.value.reason == "full"
+    assert not Path(path).exists()
+
+
+def test_an_importer_without_threads_keeps_nothing(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BufferServer(path, buffers) as server:
+        before = held()
+        with no_thread("fabric_kv-owner", monkeypatch):
+            assert (error := refusal(path)).reason == "full"
+        assert "cannot be watched: can't start new thread" in str(error)
+        server.wait_importers(0, LONG)
+        until(lambda: held() == before)
+        import_buffers(path, timeout_s=LONG).close()
 
 
 def test_the_number_of_importers_is_bounded(path: str, buffers: dict[str, HostBuffer]) -> None:
@@ -390,6 +494,84 @@ def test_buffers_that_are_dropped_take_leave_by_themselves(path: str, buffers: d
         del imported
         gc.collect()
         server.wait_importers(0, LONG)
+
+
+def test_names_and_paths_that_no_frame_and_no_socket_can_have(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with BufferServer(path, buffers) as server:
+        for name in ("\ud800", 5, None, b"layer"):
+            with pytest.raises(ConfigError, match="name="):
+                server.add(name, buffers["layer0"])  # type: ignore[arg-type]
+        import_buffers(path, timeout_s=LONG).close()
+    with pytest.raises(ConfigError, match="label="):
+        BufferServer(path, label="\ud800")
+    for wrong in ("", "@", "a\0b", b""):
+        for use in (BufferServer, import_buffers):
+            with pytest.raises(ConfigError, match="path="):
+                use(wrong)  # type: ignore[operator]
+    odd = os.fsencode(path) + b"\xff"  # a file may be called so, and no text
+    with BufferServer(os.fsdecode(odd), buffers) as server:
+        import_buffers(os.fsdecode(odd), timeout_s=LONG).close()
+        server.add("closed", HostBuffer.allocate(1))
+        server._buffers["closed"].close()
+        with pytest.raises(SharingError, match="'closed' was closed"):
+            import_buffers(os.fsdecode(odd), timeout_s=LONG)
+
+
+def test_an_importer_that_cannot_watch_the_owners_process_refuses(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with BufferServer(path, buffers):
+        before = held()
+        monkeypatch.setattr(os, "pidfd_open", lambda _: fail(errno.EMFILE))
+        assert (error := refusal(path)).reason == "full"
+        assert "open files" in str(error)
+        until(lambda: held() == before)
+        for code in (errno.ENOSYS, errno.ESRCH, errno.EPERM):  # the connection says it, too
+            monkeypatch.setattr(os, "pidfd_open", lambda _, code=code: fail(code))
+            import_buffers(path, timeout_s=LONG).close()
+
+
+def test_whoever_is_told_of_a_lost_owner_finds_its_buffers_marked(
+    path: str, buffers: dict[str, HostBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BufferServer(path, buffers) as server, import_buffers(path, timeout_s=LONG) as imported:
+        marked = threading.Event()
+        told: list[list[bool]] = []
+        at_it = threading.Event()
+        mark = HostBuffer._mark_lost
+
+        def slowly(buffer: HostBuffer, error: Exception) -> None:
+            at_it.set()
+            assert marked.wait(LONG)
+            mark(buffer, error)
+
+        monkeypatch.setattr(HostBuffer, "_mark_lost", slowly)
+        server.close()
+        assert at_it.wait(LONG)
+        imported.on_lost(lambda _: told.append([buffer.lost is not None for buffer in imported.values()]))
+        assert imported.lost is None
+        assert not told
+        marked.set()
+        until(lambda: bool(told))
+        assert told == [[True] * 3]
+
+
+def test_a_lost_region_gives_out_no_keys(path: str, buffers: dict[str, HostBuffer]) -> None:
+    with (
+        BufferServer(path, buffers) as server,
+        import_buffers(path, timeout_s=LONG) as imported,
+        Engine("tcp", nics=["127.0.0.1"]) as engine,
+        imported["layer0"].region(engine) as region,
+    ):
+        peer = engine.add_peer(engine.address)
+        region.remote_for(peer)
+        server.withdraw("layer0")
+        until(lambda: region.lost is not None)
+        with pytest.raises(SharingError, match="'layer0' was withdrawn"):
+            region.remote_for(peer)
 
 
 def test_imported_buffers_are_not_served_on(path: str, buffers: dict[str, HostBuffer]) -> None:

@@ -15,9 +15,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from copy import copy
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-__all__ = ["CALLBACK_ERRORS", "Completion"]
+__all__ = ["CALLBACK_ERRORS", "Completion", "fresh"]
 
 T = TypeVar("T")
 
@@ -65,18 +66,19 @@ class Completion(Generic[T]):
         TimeoutError
             The subclass's own kind of it, when ``timeout`` passes first.
         FabricKVError
-            What went wrong, if it did.
+            What went wrong, if it did; each call raises an object of its own.
         """
         self._wait(timeout)
-        value, error = self._outcome or (None, None)
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        outcome = self._outcome
+        if outcome is not None and outcome[1] is not None:
+            raise fresh(outcome[1])
+        return outcome[0] if outcome else None  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end and return what went wrong, or None."""
+        """Wait for the end and return what went wrong, or None; each call an object of its own."""
         self._wait(timeout)
-        return self._outcome[1] if self._outcome else None
+        outcome = self._outcome
+        return None if outcome is None or outcome[1] is None else fresh(outcome[1])
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Call ``fn(self)`` once it has ended; at once if it has already. What it raises is logged and counted."""
@@ -168,6 +170,20 @@ class Completion(Generic[T]):
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits there.
                 loop.call_soon_threadsafe(_wake, waiter)
         return True
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an error that is kept, to be raised in its place, with all that it says and where it came from.
+
+    An exception keeps the frames that it passes, and all that is named there: arrays would be in use for as long as a
+    transfer that failed is. Threads that raise the same one would also write into each other's traceback.
+    """
+    made = copy(error)
+    # Notes and whatever else was set, which our own copies do not take along.
+    made.__dict__.update(error.__dict__)
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
 
 
 def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:

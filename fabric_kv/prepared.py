@@ -13,13 +13,13 @@ prepared; what is left for a submission is to look at its page lists.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
+from .futures import fresh
 from .submission import NO_TOKEN, PageList, as_pages, check_deadline, check_source, check_token, native_remote
 from .transfers import MemoryRegion, Peer, Transfer
 
@@ -144,7 +144,7 @@ class Prepared:
         """
         for region in self._keep:
             if region._lost is not None:
-                raise copy(region._lost)
+                raise fresh(region._lost)
         if deadline_s is not None:
             check_deadline(deadline_s)
         if token is not None:

@@ -9,7 +9,6 @@ What only the core can check (pages against their regions) it checks itself, bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from .core import load_native
 from .errors import ConfigError
+from .futures import fresh
 from .regions import CounterToken, RemoteRegion
 from .transfers import MemoryRegion, PagePiece
 
@@ -126,7 +126,7 @@ def check_source(engine: Engine, region: MemoryRegion) -> None:
     if region._engine is not engine:
         raise ConfigError(f"{region!r} was registered with another engine")
     if region._lost is not None:
-        raise copy(region._lost)  # the one that is kept would keep the frames that it passes
+        raise fresh(region._lost)  # the one that is kept would keep the frames that it passes
 
 
 def encode_lists(piece: PagePiece) -> tuple[_Pages, _Pages]:

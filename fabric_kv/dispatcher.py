@@ -27,7 +27,7 @@ from .errors import (
     TransferTimeoutError,
     reason_of,
 )
-from .futures import CALLBACK_ERRORS
+from .futures import is_interrupt
 from .reassembly import MESSAGE_OVERHEAD_BYTES, Reassembly
 from .transfers import Stall
 
@@ -80,6 +80,7 @@ class Dispatcher:
         self._poll_lock = threading.RLock()  # one thread dispatches at a time; callbacks may poll again
         self._events: deque[tuple[Any, ...]] = deque()  # taken and not handled yet
         self._calls: deque[Callable[[], object]] = deque()  # to make before the next event
+        self._interrupt: BaseException | None = None  # set by the main thread only
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.num_callback_errors = 0
@@ -97,26 +98,11 @@ class Dispatcher:
         """Deliver the last events and end everything that is still open."""
         self._stopping = True
         self._native.ring()
-        deadline = time.monotonic() + _STOP_S
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_S)
-        if self._poll_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            try:
-                self.poll(0.0)
-            finally:
-                self._poll_lock.release()
-        else:
-            _log.error("close() goes on although a callback has not returned for %g s", _STOP_S)
-        with self.lock:
-            self.stopped = True
-            open_: list[Transfer | Counter] = [*self.transfers.values(), *self.counters.values()]
-            self.transfers.clear()
-            self.counters.clear()
-        for item in open_:
-            item._fail(ClosedError(f"the engine was closed while {item!r} was open"))
-        # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
-        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
-        self._waiting.clear()
+        try:
+            self._take_last()
+        finally:  # also if the wait was interrupted: nobody stops it again
+            self._end_all()
+        self._raise_interrupt()
 
     def abandon(self) -> None:
         """Take nothing any more, in a forked child: the thread is the parent's, and so is whoever holds the lock."""
@@ -124,21 +110,13 @@ class Dispatcher:
         self.stopped = True
 
     def poll(self, timeout: float) -> int:
-        """Wait up to ``timeout`` seconds for events, handle them, and return how many there were."""
-        events = self._native.poll(timeout)
-        with self._poll_lock:
-            # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
-            # loses none.
-            self._events.extend(events)
-            try:
-                while self._calls:
-                    self._guarded(self._calls.popleft())
-                while self._events:
-                    self._guarded(self._handle, self._events.popleft())
-            finally:
-                if self._events:
-                    self._native.ring()  # for whoever waits for the descriptor
-        return len(events)
+        """Wait up to ``timeout`` seconds for events, handle them, and return how many there were.
+
+        A KeyboardInterrupt out of a callback on the main thread is raised once all have been handled.
+        """
+        num_events = self._take(timeout)
+        self._raise_interrupt()
+        return num_events
 
     def set_on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Set the callback; what was kept comes first."""
@@ -168,6 +146,51 @@ class Dispatcher:
         while not self._stopping:
             self.poll(_POLL_S)
 
+    def _take(self, timeout: float) -> int:
+        events = self._native.poll(timeout)
+        with self._poll_lock:
+            # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
+            # loses none.
+            self._events.extend(events)
+            try:
+                while self._calls:
+                    self._guarded(self._calls.popleft())
+                while self._events:
+                    self._guarded(self._handle, self._events.popleft())
+            finally:
+                if self._events:
+                    self._native.ring()  # for whoever waits for the descriptor
+        return len(events)
+
+    def _take_last(self) -> None:
+        deadline = time.monotonic() + _STOP_S
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+        if self._poll_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._take(0.0)
+            finally:
+                self._poll_lock.release()
+        else:
+            _log.error("close() goes on although a callback has not returned for %g s", _STOP_S)
+
+    def _end_all(self) -> None:
+        with self.lock:
+            self.stopped = True
+            open_: list[Transfer | Counter] = [*self.transfers.values(), *self.counters.values()]
+            self.transfers.clear()
+            self.counters.clear()
+        for item in open_:
+            self._guarded(item._fail, ClosedError(f"the engine was closed while {item!r} was open"))
+        # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
+        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
+        self._waiting.clear()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupt is not None and threading.current_thread() is threading.main_thread():
+            error, self._interrupt = self._interrupt, None
+            raise error
+
     def _soon(self, call: Callable[[], object]) -> None:
         # Not at once under the poll lock: whoever calls may hold a lock that the callback now running waits for.
         self._calls.append(call)
@@ -176,7 +199,10 @@ class Dispatcher:
     def _guarded(self, fn: Callable[..., object], *args: Any) -> None:
         try:
             fn(*args)
-        except CALLBACK_ERRORS:
+        except BaseException as error:  # noqa: BLE001  whatever it is, it would end the thread, and waits never
+            if is_interrupt(error):
+                self._interrupt = error
+                return
             self.count_callback_error()
             _log.exception("a callback raised")
 

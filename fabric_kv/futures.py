@@ -18,13 +18,14 @@ from collections.abc import Callable, Generator
 from copy import copy
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-__all__ = ["CALLBACK_ERRORS", "Completion", "fresh"]
+__all__ = ["CALLBACK_ERRORS", "Completion", "fresh", "is_interrupt"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("fabric_kv")
 
-# What a callback may raise without harm to the others. Some are no Exception, and would end the thread in silence.
+# What a caller's code may raise without harm to others, on threads that tests run for themselves, too: what these are
+# stopped by (pytest.fail) must get through there.
 CALLBACK_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 
 
@@ -43,6 +44,7 @@ class Completion(Generic[T]):
     _outcome: tuple[T, None] | tuple[None, BaseException] | None = None
     _waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
     _awaited_in: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
+    _interrupt: BaseException | None = None  # of the main thread, until the other callbacks have been called
 
     @staticmethod
     def abandon_lock() -> None:
@@ -81,8 +83,13 @@ class Completion(Generic[T]):
         return None if outcome is None or outcome[1] is None else fresh(outcome[1])
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
-        """Call ``fn(self)`` once it has ended; at once if it has already. What it raises is logged and counted."""
+        """Call ``fn(self)`` once it has ended; at once if it has already.
+
+        What it raises is logged and counted, but for a KeyboardInterrupt on the main thread, which goes on after all
+        other callbacks.
+        """
         self._future().add_done_callback(lambda _: self._call(fn))
+        self._raise_interrupt()
 
     def __await__(self) -> Generator[Any, None, T]:
         # Not asyncio.wrap_future, which costs twice as much, and keeps what it made for each wait until the end.
@@ -103,9 +110,17 @@ class Completion(Generic[T]):
     def _call(self, fn: Callable[[Self], object]) -> None:
         try:
             fn(self)
-        except CALLBACK_ERRORS:
+        except BaseException as error:  # noqa: BLE001  whatever it is, it would end the thread, and waits never
+            if is_interrupt(error):
+                self._interrupt = error
+                return
             _log.exception("a callback of %r raised", self)
             self._count_callback_error()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupt is not None and threading.current_thread() is threading.main_thread():
+            error, self._interrupt = self._interrupt, None
+            raise error
 
     def _future(self) -> concurrent.futures.Future[T]:
         existing = self._waited_for
@@ -169,7 +184,13 @@ class Completion(Generic[T]):
                 continue
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits there.
                 loop.call_soon_threadsafe(_wake, waiter)
+        self._raise_interrupt()
         return True
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is the user's Ctrl-C, which Python raises on the main thread wherever that is."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def fresh(error: BaseException) -> BaseException:

@@ -155,7 +155,11 @@ def test_kept_messages_are_bounded_also_empty_ones() -> None:
     assert dispatcher._waiting_bytes == 0
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1)])
+class Unwound(BaseException):
+    """As trio's Cancelled, gevent's GreenletExit and pytest's Failed are: none of the builtin kinds."""
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1), Unwound(), KeyboardInterrupt()])
 def test_a_callback_that_raises_is_counted_and_the_rest_goes_on(error: BaseException) -> None:
     core, dispatcher = make(dispatch="thread")
     dispatcher.start()
@@ -203,9 +207,45 @@ def test_an_interrupted_poll_loses_nothing() -> None:
     core.post(message(b""), ended(1))
     with pytest.raises(KeyboardInterrupt):
         dispatcher.poll(0)
-    assert core.rung, "whoever waits for the descriptor must come back"
-    dispatcher.poll(0)
     assert transfer.done()
+    assert dispatcher.num_callback_errors == 0
+    dispatcher.poll(0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), Unwound(), KeyboardInterrupt()])
+def test_close_ends_everything_whatever_the_callbacks_raise(error: BaseException) -> None:
+    _, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(3)]
+
+    def broken(_: object) -> None:
+        raise error
+
+    transfers[0].add_done_callback(broken)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            dispatcher.stop()
+    else:
+        dispatcher.stop()
+    assert all(isinstance(transfer.exception(0), ClosedError) for transfer in transfers)
+
+
+def test_a_close_that_is_interrupted_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    transfer = open_transfer(dispatcher, 1)
+    thread = dispatcher._thread
+    assert thread is not None
+
+    def interrupt(_timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_close_from_a_callback_keeps_what_had_ended_before() -> None:

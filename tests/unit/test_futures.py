@@ -180,7 +180,13 @@ def test_callbacks_get_the_thing_each_once() -> None:
     assert got == [thing] * 3
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(3), asyncio.CancelledError()])
+class Unwound(BaseException):
+    """As trio's Cancelled, gevent's GreenletExit and pytest's Failed are: none of the builtin kinds."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bug"), SystemExit(3), asyncio.CancelledError(), GeneratorExit(), Unwound()]
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_callback_that_raises_is_logged_counted_and_stops_nothing(
     error: BaseException, late: bool, caplog: pytest.LogCaptureFixture
@@ -202,6 +208,47 @@ def test_a_callback_that_raises_is_logged_counted_and_stops_nothing(
     assert counted == [1]
     assert "a callback of" in caplog.text
     assert caplog.records[0].name == "fabric_kv"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_in_a_callback_comes_through_when_all_others_know(late: bool) -> None:
+    thing = Thing()
+    counted: list[int] = []
+    thing._count_callback_error = lambda: counted.append(1)
+    got: list[Any] = []
+
+    def interrupt(_: Thing) -> None:
+        raise KeyboardInterrupt
+
+    if late:
+        thing._succeed(1)
+        with pytest.raises(KeyboardInterrupt):
+            thing.add_done_callback(interrupt)
+        thing.add_done_callback(got.append)
+    else:
+        thing.add_done_callback(interrupt)
+        thing.add_done_callback(got.append)
+        with pytest.raises(KeyboardInterrupt):
+            thing._succeed(1)
+    assert got == [thing]
+    assert thing.result(0) == 1
+    assert not counted
+
+
+def test_a_keyboard_interrupt_that_is_not_the_users_is_a_callback_error() -> None:
+    thing = Thing()
+    counted: list[int] = []
+    thing._count_callback_error = lambda: counted.append(1)
+
+    def interrupt(_: Thing) -> None:
+        raise KeyboardInterrupt
+
+    thing.add_done_callback(interrupt)
+    thread = threading.Thread(target=thing._succeed, args=(1,))
+    thread.start()
+    thread.join()
+    assert thing.result(0) == 1
+    assert counted == [1]
 
 
 def test_await() -> None:

@@ -321,6 +321,12 @@ class Dispatcher:
                 self.before_ready(group)
         except FabricKVError as error:
             item._fail(error)
+        except BaseException as error:
+            _log.exception("what has arrived in group %s could not be made visible", group)
+            why = f"{item!r} has arrived, but may not be visible: {type(error).__name__}: {error}"
+            item._fail(InternalError(why))
+            if is_interrupt(error):
+                raise
         else:
             item._succeed(None)
 

@@ -12,7 +12,14 @@ import pytest
 from fabric_kv import dispatcher as module
 from fabric_kv.config import EngineOptions
 from fabric_kv.dispatcher import Dispatcher
-from fabric_kv.errors import ClosedError, ProtocolError, TransferCancelledError, TransferError
+from fabric_kv.errors import (
+    ClosedError,
+    DeviceError,
+    InternalError,
+    ProtocolError,
+    TransferCancelledError,
+    TransferError,
+)
 from fabric_kv.regions import CounterToken
 from fabric_kv.transfers import Counter, Peer, Transfer
 
@@ -112,6 +119,39 @@ def test_counters_end_as_the_core_says() -> None:
     assert fired.result(0) is None
     assert isinstance(overrun.exception(0), ProtocolError)
     assert not other.done()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "the driver broke"), DeviceError("lost"), SystemExit(1)])
+def test_what_cannot_be_made_visible_ends_in_a_typed_error(error: BaseException) -> None:
+    def broken(_group: int) -> None:
+        raise error
+
+    core, dispatcher = make()
+    dispatcher.before_ready = broken
+    read, counter, write = open_transfer(dispatcher, 1), open_counter(dispatcher, 0, 0), open_transfer(dispatcher, 2)
+    read._reads_into = 0
+    core.post(ended(1), (COUNTER, 0, 0, 0, True), ended(2))
+    dispatcher.poll(0)
+    for item in (read, counter):
+        kind = DeviceError if isinstance(error, DeviceError) else InternalError
+        with pytest.raises(kind, match=str(error.args[-1])):
+            item.result(0)
+    assert write.result(0) is None
+    assert dispatcher.num_callback_errors == 0, "no callback of the user's"
+
+
+def test_ctrl_c_while_data_is_made_visible_ends_the_read_too() -> None:
+    def interrupt(_group: int) -> None:
+        raise KeyboardInterrupt
+
+    core, dispatcher = make()
+    dispatcher.before_ready = interrupt
+    read = open_transfer(dispatcher, 1)
+    read._reads_into = 0
+    core.post(ended(1))
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.poll(0)
+    assert isinstance(read.exception(0), InternalError)
 
 
 def test_what_nobody_knows_is_ignored() -> None:

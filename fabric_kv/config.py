@@ -9,17 +9,30 @@ No wait in this package is without one of these bounds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from typing import SupportsIndex
 
 import msgspec
 
 from .errors import ConfigError
 
-__all__ = ["Admission", "Bounds", "EngineOptions"]
+__all__ = ["Admission", "Bounds", "EngineOptions", "check_integer"]
 
 PROGRESS_MODES = ("adaptive", "spin")
 PROGRESS_THREADS = ("group", "nic")
 DISPATCH_MODES = ("thread", "manual")
+
+
+def check_integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
+    """Any integer, NumPy's too, as an int; ConfigError if it is none or not in [low, high]."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}: it must be an integer") from None
+    if not low <= integer <= high:
+        raise ConfigError(f"{name}={integer} is out of range: it must lie in [{low}, {high}]")
+    return integer
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .buffers import locate
-from .config import EngineOptions
+from .config import EngineOptions, check_integer
 from .core import load_native
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
@@ -48,6 +49,9 @@ __all__ = ["Engine"]
 # How long close() lets posted operations end by themselves before it closes the endpoints under them.
 _DRAIN_S = 1.0
 
+
+# What a counter can count, and one signal can add.
+MAX_UNITS = 2**57 - 1
 
 _log = logging.getLogger("fabric_kv")
 
@@ -294,7 +298,7 @@ class Engine:
         """
         with contextlib.ExitStack() as held:
             adopt = held.enter_context(buffer._registering()) if isinstance(buffer, SharedBuffer) else None
-            self._check_group(group)
+            group = self._check_group(group)
             region = self._registry.register(self, locate(buffer), group, staging)
             if adopt is not None:
                 adopt(region)
@@ -606,9 +610,8 @@ class Engine:
         self, parts: Iterable[tuple[Peer, RemoteRegion, CounterToken]], *, units: int = 1, group: int = 0
     ) -> list[Transfer]:
         """:meth:`signal` for many peers in one submission, all or none; a counter fires once all its senders have."""
-        if not 1 <= units < 2**57:
-            raise ConfigError(f"units={units} must lie in [1, 2^57)")
-        self._check_group(group)
+        units = check_integer("units", units, 1, MAX_UNITS)
+        group = self._check_group(group)
         parts = list(parts)
         for _, dst, token in parts:
             check_token(token, dst)
@@ -697,12 +700,15 @@ class Engine:
 
         Raises
         ------
+        ConfigError
+            If an argument is no integer or out of range. No counter has been taken.
         WouldBlockError
             If all counters of the group are in use.
         """
-        if not 0 < unit_bytes < 2**63:
-            raise ConfigError(f"unit_bytes={unit_bytes} must lie in [1, 2^63)")
-        self._check_group(group)
+        unit_bytes = check_integer("unit_bytes", unit_bytes, 1, 2**63 - 1)
+        if expected_units is not None:
+            expected_units = check_integer("expected_units", expected_units, 0, MAX_UNITS)
+        group = self._check_group(group)
         with self._dispatcher.lock:
             self._check_open()
             slot, generation = self._native.allocate_counter(group, unit_bytes)
@@ -711,7 +717,7 @@ class Engine:
         if expected_units is not None:
             try:
                 counter.arm(expected_units)
-            except ConfigError:
+            except BaseException:
                 counter.release(quiescent=True)  # nobody has its token yet
                 raise
         return counter
@@ -760,9 +766,14 @@ class Engine:
         if self.closed or self._dispatcher.stopped:
             raise ClosedError("the engine is closed, or belongs to the process that forked this one")
 
-    def _check_group(self, group: int) -> None:
-        if not 0 <= group < len(self._address.groups):
-            raise ConfigError(f"group {group} does not exist: the engine has {len(self._address.groups)}")
+    def _check_group(self, group: int) -> int:
+        try:
+            index = operator.index(group)
+        except TypeError:
+            raise ConfigError(f"group={group!r} is of type {type(group).__name__}: it must be an integer") from None
+        if not 0 <= index < len(self._address.groups):
+            raise ConfigError(f"group {index} does not exist: the engine has {len(self._address.groups)}")
+        return index
 
     def _start(self, transfer: Transfer, submit: Callable[..., _native.Transfer], *arguments: object) -> Transfer:
         dispatcher = self._dispatcher
@@ -810,8 +821,7 @@ class Engine:
         return self._registry.share(region, peer)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
-        if not 0 <= expected_units < 2**57:
-            raise ConfigError(f"expected_units={expected_units} must lie in [0, 2^57)")
+        expected_units = check_integer("expected_units", expected_units, 0, MAX_UNITS)
         self._native.arm_counter(counter.token.group, counter.token.native(), expected_units)
 
     def _received(self, counter: Counter) -> int:

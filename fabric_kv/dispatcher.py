@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .config import EngineOptions
 from .errors import (
     ClosedError,
+    ConfigError,
     FabricKVError,
     InternalError,
     ProtocolError,
@@ -147,7 +148,10 @@ class Dispatcher:
             self.poll(_POLL_S)
 
     def _take(self, timeout: float) -> int:
-        events = self._native.poll(timeout)
+        try:
+            events = self._native.poll(timeout)
+        except TypeError:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds") from None
         with self._poll_lock:
             # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
             # loses none.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .buffers import locate
-from .config import EngineOptions, check_integer
+from .config import EngineOptions, check_integer, check_seconds
 from .core import load_native
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
@@ -35,7 +35,18 @@ from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .registry import Registry
 from .sockaddr import names_of, replaced, text_of
-from .submission import NO_TOKEN, PageList, check_deadline, check_token, encode_lists, encode_piece, encode_pieces
+from .submission import (
+    NO_TOKEN,
+    PageList,
+    check_deadline,
+    check_peer,
+    check_remote,
+    check_token,
+    encode_lists,
+    encode_piece,
+    encode_pieces,
+    explain_types,
+)
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
@@ -64,6 +75,17 @@ def _close(native: _native.Engine, dispatcher: Dispatcher, registry: Registry) -
         registry.keep()
     finally:
         dispatcher.stop()
+
+
+def _names(nics: Sequence[str]) -> list[str]:
+    """One group's NICs."""
+    if isinstance(nics, str):
+        raise ConfigError("nics must be a list of names, not one string")
+    names = list(nics)
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"nics={names!r} must be names or addresses: {name!r} is of type {type(name).__name__}")
+    return names
 
 
 def _advertised(bound: list[list[bytes]], options: EngineOptions) -> tuple[tuple[bytes, ...], ...]:
@@ -143,16 +165,19 @@ class Engine:
     ) -> None:
         if groups is not None and nics:
             raise ConfigError("give nics (one group) or groups, not both")
-        rails = [list(nics)] if groups is None else [list(group) for group in groups]
-        if any(isinstance(group, str) for group in (nics, *(groups or ()))):
-            raise ConfigError("nics must be a list of names, not one string")
-        if not rails or (cpus and len(cpus) != len(rails)):
-            raise ConfigError(f"{len(rails)} groups, but cpus for {len(cpus)}")
+        if not isinstance(options, EngineOptions):
+            raise ConfigError(f"options={options!r} must be EngineOptions(...)")
+        if not isinstance(provider, str | None):
+            raise ConfigError(f"provider={provider!r} must be the name of a libfabric provider, or None")
+        rails = [_names(group) for group in ((nics,) if groups is None else groups)]
+        pinned = [[check_integer("cpus", cpu, -(2**31), 2**31 - 1) for cpu in of_group] for of_group in cpus]
+        if not rails or (pinned and len(pinned) != len(rails)):
+            raise ConfigError(f"{len(rails)} groups, but cpus for {len(pinned)}")
         core = load_native()
         self._native: _native.Engine
         self._native, self._left_out = core.open_engine(
             provider=provider or "",
-            groups=[(group, list(cpus[i]) if cpus else []) for i, group in enumerate(rails)],
+            groups=[(group, pinned[i] if pinned else []) for i, group in enumerate(rails)],
             spin=options.progress == "spin",
             nic_threads=options.progress_threads == "nic",
             strict=options.strict,
@@ -332,6 +357,7 @@ class Engine:
 
     def remove_peer(self, peer: Peer) -> None:
         """Forget a peer: no new transfer to it is taken, and it is no longer monitored."""
+        check_peer(peer)
         self._native.remove_peer(peer._native)
         self._dispatcher.forget(peer.epoch)
 
@@ -358,8 +384,8 @@ class Engine:
         ClosedError
             If the engine is closed, or closes meanwhile: then no memory of ours is touched any more.
         """
-        if not 0 <= timeout_s <= 3600:
-            raise ConfigError(f"timeout_s={timeout_s} must lie in [0, 3600]")
+        check_peer(peer)
+        check_seconds("timeout_s", timeout_s, 0, 3600)
         fence = Fence(*self._native.fence(peer._native, timeout_s))
         self._dispatcher.forget(peer.epoch)
         if not fence.proven:
@@ -448,20 +474,24 @@ class Engine:
             src_pages,
             dst_pages,
         )
-        if src._staging is not None:
-            return self.submit(peer, [piece], token=token)
-        # What submit() does, for one piece that waits for nothing: most calls are this one.
-        return self._start(
-            Transfer(self, peer, src),
-            self._native.submit_write,
-            peer._native,
-            [encode_piece(self, piece, token, 0)],
-            [encode_lists(piece)],
-            NO_TOKEN if token is None else token.native(),
-            0.0,
-            None,
-            0,
-        )
+        try:
+            if src._staging is not None:
+                return self.submit(peer, [piece], token=token)
+            # What submit() does, for one piece that waits for nothing: most calls are this one.
+            return self._start(
+                Transfer(self, peer, src),
+                self._native.submit_write,
+                peer._native,
+                [encode_piece(self, piece, token, 0)],
+                [encode_lists(piece)],
+                NO_TOKEN if token is None else token.native(),
+                0.0,
+                None,
+                0,
+            )
+        except (AttributeError, TypeError):
+            explain_types(peer, [piece], token)
+            raise
 
     def submit(
         self,
@@ -500,19 +530,23 @@ class Engine:
         if deadline_s is not None:
             check_deadline(deadline_s)
         pieces = list(pieces)
-        encoded, lists, keep = encode_pieces(self, pieces, token)
-        stage_pieces(pieces, waits=watch is not None)
-        return self._start(
-            Transfer(self, peer, (keep, watch), deadline_s),
-            self._native.submit_write,
-            peer._native,
-            encoded,
-            lists,
-            NO_TOKEN if token is None else token.native(),
-            deadline_s or 0.0,
-            None if watch is None else watch._native,
-            step,
-        )
+        try:
+            encoded, lists, keep = encode_pieces(self, pieces, token)
+            stage_pieces(pieces, waits=watch is not None)
+            return self._start(
+                Transfer(self, peer, (keep, watch), deadline_s),
+                self._native.submit_write,
+                peer._native,
+                encoded,
+                lists,
+                NO_TOKEN if token is None else token.native(),
+                deadline_s or 0.0,
+                None if watch is None else watch._native,
+                step,
+            )
+        except (AttributeError, TypeError):
+            explain_types(peer, pieces, token, watch=watch, step=step)
+            raise
 
     def scatter(
         self,
@@ -530,11 +564,16 @@ class Engine:
         check_deadline(deadline_s)
         transfers, native = [], []
         for peer, given, token in parts:
+            check_peer(peer)
             pieces = list(given)
-            encoded, lists, keep = encode_pieces(self, pieces, token)
-            stage_pieces(pieces, waits=False)
+            try:
+                encoded, lists, keep = encode_pieces(self, pieces, token)
+                stage_pieces(pieces, waits=False)
+                native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
+            except (AttributeError, TypeError):
+                explain_types(peer, pieces, token)
+                raise
             transfers.append(Transfer(self, peer, keep, deadline_s))
-            native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
         return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
 
     def prepare(self, peer: Peer, pieces: Iterable[PreparedPiece]) -> Prepared:
@@ -613,8 +652,14 @@ class Engine:
         units = check_integer("units", units, 1, MAX_UNITS)
         group = self._check_group(group)
         parts = list(parts)
-        for _, dst, token in parts:
-            check_token(token, dst)
+        for peer, dst, token in parts:
+            check_peer(peer)
+            check_remote("dst", dst)
+            try:
+                check_token(token, dst)
+            except AttributeError:
+                explain_types(peer, (), token)
+                raise
         native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
         transfers = [Transfer(self, peer, None) for peer, _, _ in parts]
         return self._track(transfers, lambda: self._native.submit_signals(native, group))
@@ -628,6 +673,9 @@ class Engine:
         It ends in TransferError on a NIC that does not keep writes in order (``describe()``'s ``ordered_writes``; shm,
         EFA): there only the receiver's counters prove arrival.
         """
+        check_peer(peer)
+        check_remote("dst", dst)
+        group = self._check_group(group)
         return self._start(Transfer(self, peer, None), self._native.submit_flush, peer._native, dst.native(), group)
 
     def connect_rails(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
@@ -637,6 +685,9 @@ class Engine:
         them off the first request. A pair that cannot connect fails it, with the NIC's name. ``dst`` as in
         :meth:`signal`.
         """
+        check_peer(peer)
+        check_remote("dst", dst)
+        group = self._check_group(group)
         return self._start(Transfer(self, peer, None), self._native.submit_connect, peer._native, dst.native(), group)
 
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
@@ -647,9 +698,10 @@ class Engine:
         ConfigError
             If ``value`` does not fit into 15 bits: the other 17 say that it is not a counter's.
         """
-        limit = 2 ** load_native().NUM_USER_BITS
-        if not 0 <= value < limit:
-            raise ConfigError(f"value={value} must lie in [0, {limit})")
+        check_peer(peer)
+        check_remote("dst", dst)
+        value = check_integer("value", value, 0, 2 ** load_native().NUM_USER_BITS - 1)
+        group = self._check_group(group)
         native = [(peer._native, dst.native(), NO_TOKEN, 0, value)]
         return self._track([Transfer(self, peer, None)], lambda: self._native.submit_signals(native, group))[0]
 
@@ -674,7 +726,11 @@ class Engine:
                 f"a message of {len(payload)} bytes is above the limit "
                 f"max_message_bytes={self.options.max_message_bytes}"
             )
-        return self._start(Transfer(self, peer, None), self._native.submit_message, peer._native, payload)
+        try:
+            return self._start(Transfer(self, peer, None), self._native.submit_message, peer._native, payload)
+        except (AttributeError, TypeError):
+            check_peer(peer)
+            raise
 
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
@@ -802,8 +858,13 @@ class Engine:
 
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
         check_deadline(deadline_s)
-        encoded, lists, keep = encode_pieces(self, [piece], None)
-        native = [(peer._native, encoded, lists, NO_TOKEN, None, 0)]
+        try:
+            encoded, lists, keep = encode_pieces(self, [piece], None)
+            native = [(peer._native, encoded, lists, NO_TOKEN, None, 0)]
+        except (AttributeError, TypeError):
+            explain_types(peer, [piece], names=("dst", "src"))
+            raise
+        check_peer(peer)
         transfer = Transfer(self, peer, keep, deadline_s)
         transfer._reads_into = piece.src.remote.group
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
@@ -818,6 +879,7 @@ class Engine:
         region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        check_peer(peer)
         return self._registry.share(region, peer)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:

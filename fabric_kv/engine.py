@@ -593,7 +593,7 @@ class Engine:
         ----------
         word : uint64, shape (1,), optional
             Memory that something else writes, so that it has to be looked at; by default the engine's own, which
-            :meth:`Watch.set` alone may write.
+            :meth:`Watch.set` alone may write. Of read-only memory, :meth:`Watch.set` writes nothing.
 
         Raises
         ------

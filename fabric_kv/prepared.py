@@ -85,8 +85,12 @@ class Watch:
         Raises
         ------
         ConfigError
-            If the step does not fit into 48 bits or the layers do not into 16.
+            If the step does not fit into 48 bits or the layers do not into 16, or the word is of read-only memory.
         """
+        if not self.array.flags.writeable:
+            raise ConfigError(
+                f"{self!r} is of read-only memory: it can be waited for, but whoever may write the memory sets it"
+            )
         try:
             self._engine._native.set_watch(self._native, step, layers)
         except TypeError:

@@ -92,8 +92,9 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless the user polls."""
         if not self._manual:
-            self._thread = threading.Thread(target=self._run, name="fabric_kv-dispatcher", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="fabric_kv-dispatcher", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Deliver the last events and end everything that is still open."""

@@ -208,7 +208,11 @@ class Engine:
         self._registry = Registry(self._native, self._dispatcher)
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._registry)
         _engines.add(self)
-        self._dispatcher.start()
+        try:
+            self._dispatcher.start()
+        except BaseException:  # no thread to be had
+            self._finalizer()
+            raise
 
     @classmethod
     def from_topology(

@@ -301,6 +301,20 @@ def test_a_close_from_a_callback_keeps_what_had_ended_before() -> None:
     assert not dispatcher._thread.is_alive()
 
 
+def test_without_a_thread_it_stops_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    _, dispatcher = make(dispatch="thread")
+    transfer = open_transfer(dispatcher, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            dispatcher.start()
+    dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+
+
 def test_a_stuck_callback_does_not_stop_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STOP_S", 0.05)
     core, dispatcher = make(dispatch="thread")

@@ -18,19 +18,24 @@ import msgspec
 
 from .errors import ConfigError
 
-__all__ = ["Admission", "Bounds", "EngineOptions", "check_integer", "check_seconds"]
+__all__ = ["Admission", "Bounds", "EngineOptions", "as_integer", "check_integer", "check_seconds"]
 
 PROGRESS_MODES = ("adaptive", "spin")
 PROGRESS_THREADS = ("group", "nic")
 DISPATCH_MODES = ("thread", "manual")
 
 
-def check_integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
-    """Any integer, NumPy's too, as an int; ConfigError if it is none or not in [low, high]."""
+def as_integer(name: str, value: SupportsIndex) -> int:
+    """Any integer, NumPy's too, as an int; ConfigError if it is none."""
     try:
-        integer = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}: it must be an integer") from None
+
+
+def check_integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
+    """As :func:`as_integer`, of one in [low, high]."""
+    integer = as_integer(name, value)
     if not low <= integer <= high:
         raise ConfigError(f"{name}={integer} is out of range: it must lie in [{low}, {high}]")
     return integer

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .buffers import locate
-from .config import EngineOptions, check_integer, check_seconds
+from .config import EngineOptions, as_integer, check_integer, check_seconds
 from .core import load_native
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
@@ -38,6 +37,7 @@ from .sockaddr import names_of, replaced, text_of
 from .submission import (
     NO_TOKEN,
     PageList,
+    check_callback,
     check_deadline,
     check_peer,
     check_remote,
@@ -46,6 +46,7 @@ from .submission import (
     encode_piece,
     encode_pieces,
     explain_types,
+    unpack,
 )
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
@@ -350,6 +351,8 @@ class Engine:
         ProtocolError
             If the bytes are not an address, or one of another version.
         """
+        if not isinstance(monitor, bool):
+            raise ConfigError(f"monitor={monitor!r} must be True or False")
         parsed = EngineAddress.from_bytes(address)
         if parsed.epoch == self.epoch and monitor:
             raise ConfigError("an engine cannot monitor itself")
@@ -403,6 +406,7 @@ class Engine:
 
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
+        check_callback(fn)
         self._dispatcher.on_peer_lost = fn
 
     def on_stalled(self, fn: Callable[[Stall], None] | None) -> None:
@@ -410,6 +414,7 @@ class Engine:
 
         Also when the provider has not returned from a call for so long: ``outstanding_bytes`` is 0 then.
         """
+        check_callback(fn)
         self._dispatcher.on_stalled = fn
 
     def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
@@ -419,6 +424,7 @@ class Engine:
         have come since. Transfers that wait, for a watch or for room, have none and are not named. The NIC may go on
         with other peers, and other NICs with this one; where nothing at all completes :meth:`on_stalled` tells, too.
         """
+        check_callback(fn)
         self._dispatcher.on_held_up = fn
 
     # -- moving data ---------------------------------------------------------------------------------------------------
@@ -567,7 +573,7 @@ class Engine:
         """
         check_deadline(deadline_s)
         transfers, native = [], []
-        for peer, given, token in parts:
+        for peer, given, token in unpack("parts", parts, "peer, pieces, token"):
             check_peer(peer)
             pieces = list(given)
             try:
@@ -655,7 +661,7 @@ class Engine:
         """:meth:`signal` for many peers in one submission, all or none; a counter fires once all its senders have."""
         units = check_integer("units", units, 1, MAX_UNITS)
         group = self._check_group(group)
-        parts = list(parts)
+        parts = unpack("parts", parts, "peer, dst, token")
         for peer, dst, token in parts:
             check_peer(peer)
             check_remote("dst", dst)
@@ -711,6 +717,7 @@ class Engine:
 
     def on_notify(self, fn: Callable[[int, int], None] | None) -> None:
         """Call ``fn(group, value)`` for each :meth:`notify` of a peer. One callback; None removes it."""
+        check_callback(fn)
         self._dispatcher.on_notify = fn
 
     def send(self, peer: Peer, payload: bytes | bytearray | memoryview) -> Transfer:
@@ -742,6 +749,7 @@ class Engine:
         Messages that arrive while there is none are kept, within ``options.max_inbox_bytes``. Their order is not
         defined.
         """
+        check_callback(fn)
         self._dispatcher.set_on_message(fn)
 
     # -- counting ------------------------------------------------------------------------------------------------------
@@ -827,10 +835,7 @@ class Engine:
             raise ClosedError("the engine is closed, or belongs to the process that forked this one")
 
     def _check_group(self, group: int) -> int:
-        try:
-            index = operator.index(group)
-        except TypeError:
-            raise ConfigError(f"group={group!r} is of type {type(group).__name__}: it must be an integer") from None
+        index = as_integer("group", group)
         if not 0 <= index < len(self._address.groups):
             raise ConfigError(f"group {index} does not exist: the engine has {len(self._address.groups)}")
         return index

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 __all__ = ["CALLBACK_ERRORS", "Completion", "fresh", "is_interrupt"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger("fabric_kv")
 
@@ -193,7 +194,7 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def fresh(error: BaseException) -> BaseException:
+def fresh(error: E) -> E:
     """A copy of an error that is kept, to be raised in its place, with all that it says and where it came from.
 
     An exception keeps the frames that it passes, and all that is named there: arrays would be in use for as long as a

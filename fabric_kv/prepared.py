@@ -30,6 +30,7 @@ from .submission import (
     check_token,
     explain_types,
     native_remote,
+    unpack,
 )
 from .transfers import MemoryRegion, Peer, Transfer
 
@@ -188,6 +189,9 @@ class Prepared:
                 None if watch is None else watch._native,
                 step,
             )
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            unpack("lists", lists, "src_pages, dst_pages")
             explain_types(self.peer, (), token, watch=watch, step=step)
             raise

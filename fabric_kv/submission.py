@@ -31,6 +31,7 @@ __all__ = [
     "NO_TOKEN",
     "PageList",
     "as_pages",
+    "check_callback",
     "check_deadline",
     "check_peer",
     "check_remote",
@@ -41,6 +42,7 @@ __all__ = [
     "encode_pieces",
     "explain_types",
     "native_remote",
+    "unpack",
 ]
 
 
@@ -109,6 +111,22 @@ def check_deadline(deadline_s: float | None) -> None:
 
 def _wrong(name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"{name} is of type {type(value).__name__}: it must be {wanted}")
+
+
+def check_callback(fn: object) -> None:
+    """Refuse what could not be called when the time has come."""
+    if fn is not None and not callable(fn):
+        raise _wrong("fn", fn, "a function, or None")
+
+
+def unpack(name: str, given: Iterable[Any], fields: str) -> list[Any]:
+    """The tuples of a list, each with as many items as ``fields`` names."""
+    num_fields = fields.count(",") + 1
+    items = list(given)
+    for index, item in enumerate(items):
+        if not isinstance(item, Sequence) or len(item) != num_fields:
+            raise _wrong(f"{name}[{index}]", item, f"a tuple ({fields})")
+    return items
 
 
 def check_peer(peer: object) -> None:

@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .config import as_integer
 from .errors import ClosedError, ConfigError, TransferCancelledError, TransferTimeoutError
-from .futures import Completion
+from .futures import Completion, fresh
 from .regions import CounterToken, RemoteRegion
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class MemoryRegion:
 
         The pages are still there, and harmless to whoever writes into them; submissions from it raise this error.
         """
-        return self._lost
+        return None if self._lost is None else fresh(self._lost)
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,8 @@ class MemoryRegion:
         ClosedError
             If the region is closed.
         """
-        count = self.nbytes - offset if nbytes is None else nbytes
+        offset = as_integer("offset", offset)
+        count = self.nbytes - offset if nbytes is None else as_integer("nbytes", nbytes)
         if self._closed:
             raise ClosedError(f"{self!r} was deregistered")
         if self._staging is None:

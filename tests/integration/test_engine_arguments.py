@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -237,11 +237,43 @@ def test_numbers_that_are_none(pair: Pair) -> None:
             for name, call in calls:
                 with pytest.raises(ConfigError, match=f"{name}=.* must be an integer"):
                     call()
+        with pytest.raises(ConfigError, match=r"offset=.* must be an integer"):
+            pair.src.unstage(bad)
     for bad in ("1", None):
         with pytest.raises(ConfigError, match=r"timeout_s=.* must be a number of seconds"):
             pair.engine.fence(pair.peer, timeout_s=bad)
         with pytest.raises(ConfigError, match=r"timeout=.* must be a number of seconds"):
             pair.engine.poll(bad)
+
+
+def test_tuples_that_are_none(pair: Pair) -> None:
+    piece = PagePiece(pair.src, 0, KIB, pair.dst, 0, KIB, KIB, [0], [1])
+    prepared = pair.engine.prepare(pair.peer, [PreparedPiece(pair.src, 0, KIB, pair.dst, 0, KIB, KIB)])
+    bad: Any
+    for bad in ((pair.peer, [piece], None), [(pair.peer, [piece])]):
+        with pytest.raises(ConfigError, match=r"parts\[0\] is of type .*: it must be a tuple \(peer, pieces, token\)"):
+            pair.engine.scatter(bad)
+    for bad in ((pair.peer, pair.dst, None), [(pair.peer, pair.dst)]):
+        with pytest.raises(ConfigError, match=r"parts\[0\] is of type .*: it must be a tuple \(peer, dst, token\)"):
+            pair.engine.barrier(bad)
+    for bad in (([0], [1]), [[0]], [0], [None]):
+        with pytest.raises(ConfigError, match=r"lists\[0\] is of type .*: it must be a tuple \(src_pages, dst_pages\)"):
+            prepared.submit(bad)
+
+
+def test_callbacks_that_are_none(pair: Pair) -> None:
+    engine, bad = pair.engine, cast("Any", 5)
+    for setter in (
+        engine.on_message,
+        engine.on_notify,
+        engine.on_peer_lost,
+        engine.on_stalled,
+        engine.on_held_up,
+    ):
+        with pytest.raises(ConfigError, match="fn is of type int: it must be a function, or None"):
+            setter(bad)
+    with pytest.raises(ConfigError, match="monitor='no' must be True or False"):
+        engine.add_peer(pair.other.address, monitor=cast("Any", "no"))
 
 
 def test_an_error_of_the_callers_own_iterator_is_left_alone(pair: Pair) -> None:
@@ -261,6 +293,7 @@ def test_an_error_of_the_callers_own_iterator_is_left_alone(pair: Pair) -> None:
         ({"groups": [b"lo"]}, "is of type int"),
         ({"provider": 7}, "provider=7 must be the name"),
         ({"cpus": [["0"]]}, "cpus='0' is of type str: it must be an integer"),
+        ({"cpus": [[2**70]]}, "cpus=1180591620717411303424"),
         ({"cpus": [[0.5]]}, r"cpus=0\.5 is of type float"),
         ({"options": {"strict": False}}, r"options={'strict': False} must be EngineOptions"),
     ],

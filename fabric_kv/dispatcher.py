@@ -30,11 +30,11 @@ from .errors import (
 )
 from .futures import is_interrupt
 from .reassembly import MESSAGE_OVERHEAD_BYTES, Reassembly
-from .transfers import Stall
+from .transfers import Stall, Transfer
 
 if TYPE_CHECKING:
     from . import _native
-    from .transfers import Counter, Transfer
+    from .transfers import Counter
 
 __all__ = ["Dispatcher"]
 
@@ -186,6 +186,8 @@ class Dispatcher:
             self.transfers.clear()
             self.counters.clear()
         for item in open_:
+            if isinstance(item, Transfer):
+                item._keep = None  # no NIC touches it any more; if one is stuck, close() has made others keep it
             self._guarded(item._fail, ClosedError(f"the engine was closed while {item!r} was open"))
         # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
         self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
@@ -273,9 +275,22 @@ class Dispatcher:
         if (on_held_up := self.on_held_up) is not None:
             on_held_up(transfers, text)
 
-    def _end_transfer(
+    def _end_transfer(self, id_: int, *how: Any) -> None:
+        with self.lock:
+            transfer = self.transfers.pop(id_, None)
+        if transfer is None:
+            return
+        transfer._keep = None
+        try:
+            self._end_as(transfer, *how)
+        except BaseException as error:
+            why = f"{transfer!r} has ended, but how was not understood: {type(error).__name__}: {error}"
+            transfer._fail(InternalError(why))  # unless it has ended as it should, and a callback was interrupted
+            raise
+
+    def _end_as(
         self,
-        id_: int,
+        transfer: Transfer,
         outcome: int,
         nbytes: int,
         peer: bytes,
@@ -283,16 +298,11 @@ class Dispatcher:
         failed_pages: list[tuple[int, int, int]],
         unposted: tuple[int, int, int],
     ) -> None:
-        with self.lock:
-            transfer = self.transfers.pop(id_, None)
-        if transfer is None:
-            return
-        transfer._keep = None
         if outcome == _OK:
             self._succeed_when_visible(transfer, transfer._reads_into)
             return
         about: dict[str, Any] = {
-            "transfer_id": id_,
+            "transfer_id": transfer.id,
             "peer": peer.hex(),
             "bytes_done": nbytes,
             "failed_pages": failed_pages,

@@ -82,6 +82,8 @@ def _names(nics: Sequence[str]) -> list[str]:
     """One group's NICs."""
     if isinstance(nics, str):
         raise ConfigError("nics must be a list of names, not one string")
+    if not isinstance(nics, Iterable):
+        raise ConfigError(f"nics={nics!r} must be a list of names")
     names = list(nics)
     for name in names:
         if not isinstance(name, str):
@@ -170,6 +172,10 @@ class Engine:
             raise ConfigError(f"options={options!r} must be EngineOptions(...)")
         if not isinstance(provider, str | None):
             raise ConfigError(f"provider={provider!r} must be the name of a libfabric provider, or None")
+        if not isinstance(groups, Iterable | None):
+            raise ConfigError(f"groups={groups!r} must be a list of lists of names")
+        if not isinstance(cpus, Iterable) or not all(isinstance(of_group, Iterable) for of_group in cpus):
+            raise ConfigError(f"cpus={cpus!r} must be a list of lists of cpus, one for each group")
         rails = [_names(group) for group in ((nics,) if groups is None else groups)]
         pinned = [[check_integer("cpus", cpu, -(2**31), 2**31 - 1) for cpu in of_group] for of_group in cpus]
         if not rails or (pinned and len(pinned) != len(rails)):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Generator
 from copy import copy
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from .errors import ConfigError
+
 __all__ = ["CALLBACK_ERRORS", "Completion", "fresh", "is_interrupt"]
 
 T = TypeVar("T")
@@ -155,6 +157,8 @@ class Completion(Generic[T]):
         except concurrent.futures.TimeoutError:
             if self._outcome is None:
                 raise self._timeout_error(timeout) from None
+        except TypeError:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds, or None") from None
 
     def _count_callback_error(self) -> None:
         """A callback has raised; for whoever counts these."""
@@ -200,7 +204,11 @@ def fresh(error: E) -> E:
     An exception keeps the frames that it passes, and all that is named there: arrays would be in use for as long as a
     transfer that failed is. Threads that raise the same one would also write into each other's traceback.
     """
-    made = copy(error)
+    try:
+        made = copy(error)
+    except Exception:  # noqa: BLE001  somebody's subclass that cannot be made of its args
+        made = type(error).__new__(type(error), *error.args)
+        made.args = error.args
     # Notes and whatever else was set, which our own copies do not take along.
     made.__dict__.update(error.__dict__)
     made.__cause__, made.__context__ = error.__cause__, error.__context__

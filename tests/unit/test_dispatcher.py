@@ -154,6 +154,25 @@ def test_ctrl_c_while_data_is_made_visible_ends_the_read_too() -> None:
     assert isinstance(read.exception(0), InternalError)
 
 
+def test_an_end_that_is_not_understood_is_an_end() -> None:
+    core, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(2)]
+    core.post((*ended(0, 1)[:5], (), [], (0, 0, 0)), ended(1))
+    dispatcher.poll(0)
+    with pytest.raises(InternalError, match="not understood: ValueError"):
+        transfers[0].result(0)
+    assert transfers[1].result(0) is None
+
+
+def test_what_was_open_at_the_end_keeps_no_memory() -> None:
+    _, dispatcher = make()
+    transfer = open_transfer(dispatcher, 1)
+    transfer._keep = bytearray(8)
+    dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+    assert transfer._keep is None
+
+
 def test_what_nobody_knows_is_ignored() -> None:
     core, dispatcher = make()
     core.post(ended(77), (COUNTER, 9, 9, 9, True), (USER, 0, 5), (PEER_LOST, B, "silent"))

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from fabric_kv import errors
-from fabric_kv.errors import FabricKVError, SharingError, TransferError, TransferTimeoutError, WouldBlockError
+from fabric_kv.errors import (
+    ConfigError,
+    FabricKVError,
+    SharingError,
+    TransferError,
+    TransferTimeoutError,
+    WouldBlockError,
+)
 from fabric_kv.futures import Completion, fresh
 
 
@@ -122,6 +129,29 @@ def test_a_copy_has_all_that_the_error_has(error: BaseException) -> None:
         assert all(getattr(copied, name) == getattr(error, name) for name in error._fields)
     if isinstance(error, OSError):
         assert (copied.errno, copied.filename) == (error.errno, error.filename)  # type: ignore[attr-defined]
+
+
+class OddError(FabricKVError):
+    """One that cannot be made of its args, as a user's subclass may be."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_subclasses_that_are_made_otherwise_are_copied_too() -> None:
+    error = OddError(code=3)
+    copied = fresh(error)
+    assert copied is not error
+    assert (type(copied), str(copied), copied.args, copied.code) == (OddError, "code 3", ("code 3",), 3)
+
+
+def test_a_timeout_that_is_no_number() -> None:
+    thing = Thing()
+    for wait in (thing.result, thing.exception):
+        with pytest.raises(ConfigError, match="timeout='1' must be a number of seconds"):
+            wait("1")  # type: ignore[arg-type]
+    thing._succeed(1)
 
 
 def test_a_copy_says_where_the_error_came_from() -> None:

@@ -9,17 +9,48 @@ No wait in this package is without one of these bounds.
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from .errors import ConfigError
 
-__all__ = ["Admission", "Bounds", "EngineOptions"]
+__all__ = ["Admission", "Bounds", "EngineOptions", "as_integer", "check_integer", "check_seconds"]
 
 PROGRESS_MODES = ("adaptive", "spin")
 PROGRESS_THREADS = ("group", "nic")
 DISPATCH_MODES = ("thread", "manual")
+
+
+def as_integer(name: str, value: SupportsIndex) -> int:
+    """Any integer, NumPy's too, as an int; ConfigError if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}: it must be an integer") from None
+
+
+def check_integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
+    """As :func:`as_integer`, of one in [low, high]."""
+    integer = as_integer(name, value)
+    if not low <= integer <= high:
+        raise ConfigError(f"{name}={integer} is out of range: it must lie in [{low}, {high}]")
+    return integer
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real)  # NumPy's, too
+
+
+def check_seconds(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse what is no number in [low, high]."""
+    if not _is_real(value):
+        raise ConfigError(f"{name}={value!r} is of type {type(value).__name__}: it must be a number of seconds")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +125,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         return hash((*values, *sorted(self.advertise.items())))
 
     def __post_init__(self) -> None:
+        if not isinstance(self.advertise, Mapping):
+            raise ConfigError(f"advertise={self.advertise!r} must map strings to strings")
         for name in (*self.advertise, *self.advertise.values()):
             if not isinstance(name, str):
                 raise ConfigError(f"advertise={dict(self.advertise)!r} must map strings to strings")
@@ -103,22 +136,21 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"progress_threads={self.progress_threads!r} is not one of {PROGRESS_THREADS}")
         if self.dispatch not in DISPATCH_MODES:
             raise ConfigError(f"dispatch={self.dispatch!r} is not one of {DISPATCH_MODES}")
-        for name, low, high in (
+        for name in ("strict", "device_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name, least, most in (
             ("max_transfers", 1, 1 << 20),
             ("max_message_bytes", 1, 1 << 30),
             ("max_inbox_bytes", 1 << 16, 1 << 34),
-            ("heartbeat_interval_s", 0.001, 3600.0),
             ("heartbeat_misses", 2, 1000),
-            ("connect_s", 0.001, 3600.0),
-            ("stall_s", 0.01, 3600.0),
-            ("close_s", 0.01, 3600.0),
             ("max_registration_bytes", 4096, 2**63 - 1),
             ("max_peer_registrations", 0, 1 << 20),
             ("num_counters", 1, (1 << 17) - 1),
         ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name}={value!r} is out of range: it must lie in [{low}, {high}]")
+            check_integer(name, getattr(self, name), least, most)
+        for name, low in (("heartbeat_interval_s", 0.001), ("connect_s", 0.001), ("stall_s", 0.01), ("close_s", 0.01)):
+            check_seconds(name, getattr(self, name), low, 3600.0)
         if self.max_message_bytes > self.max_inbox_bytes:
             raise ConfigError(
                 f"max_message_bytes={self.max_message_bytes} is above max_inbox_bytes={self.max_inbox_bytes}: a "
@@ -149,8 +181,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             # Whatever peers do, what they make us hold stays bounded.
             limit = 2**63 - 1 if name == "max_bytes" else 2**20
-            if not 0 < getattr(self, name) <= limit:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is out of range: it must lie in [1, {limit}]")
+            check_integer(name, getattr(self, name), 1, limit)
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +220,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if not 0 < getattr(self, name) <= 86400:
+            value = getattr(self, name)
+            if not _is_real(value) or not 0 < value <= 86400:
                 raise ConfigError(f"{name}={getattr(self, name)!r} s is out of range: it must lie in (0, 86400]")
 
     def table(self, options: EngineOptions | None = None) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .config import EngineOptions
 from .errors import (
     ClosedError,
+    ConfigError,
     FabricKVError,
     InternalError,
     ProtocolError,
@@ -27,13 +28,13 @@ from .errors import (
     TransferTimeoutError,
     reason_of,
 )
-from .futures import CALLBACK_ERRORS
+from .futures import is_interrupt
 from .reassembly import MESSAGE_OVERHEAD_BYTES, Reassembly
-from .transfers import Stall
+from .transfers import Stall, Transfer
 
 if TYPE_CHECKING:
     from . import _native
-    from .transfers import Counter, Transfer
+    from .transfers import Counter
 
 __all__ = ["Dispatcher"]
 
@@ -80,6 +81,7 @@ class Dispatcher:
         self._poll_lock = threading.RLock()  # one thread dispatches at a time; callbacks may poll again
         self._events: deque[tuple[Any, ...]] = deque()  # taken and not handled yet
         self._calls: deque[Callable[[], object]] = deque()  # to make before the next event
+        self._interrupt: BaseException | None = None  # set by the main thread only
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.num_callback_errors = 0
@@ -90,33 +92,19 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless the user polls."""
         if not self._manual:
-            self._thread = threading.Thread(target=self._run, name="fabric_kv-dispatcher", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="fabric_kv-dispatcher", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Deliver the last events and end everything that is still open."""
         self._stopping = True
         self._native.ring()
-        deadline = time.monotonic() + _STOP_S
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_S)
-        if self._poll_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            try:
-                self.poll(0.0)
-            finally:
-                self._poll_lock.release()
-        else:
-            _log.error("close() goes on although a callback has not returned for %g s", _STOP_S)
-        with self.lock:
-            self.stopped = True
-            open_: list[Transfer | Counter] = [*self.transfers.values(), *self.counters.values()]
-            self.transfers.clear()
-            self.counters.clear()
-        for item in open_:
-            item._fail(ClosedError(f"the engine was closed while {item!r} was open"))
-        # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
-        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
-        self._waiting.clear()
+        try:
+            self._take_last()
+        finally:  # also if the wait was interrupted: nobody stops it again
+            self._end_all()
+        self._raise_interrupt()
 
     def abandon(self) -> None:
         """Take nothing any more, in a forked child: the thread is the parent's, and so is whoever holds the lock."""
@@ -124,21 +112,13 @@ class Dispatcher:
         self.stopped = True
 
     def poll(self, timeout: float) -> int:
-        """Wait up to ``timeout`` seconds for events, handle them, and return how many there were."""
-        events = self._native.poll(timeout)
-        with self._poll_lock:
-            # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
-            # loses none.
-            self._events.extend(events)
-            try:
-                while self._calls:
-                    self._guarded(self._calls.popleft())
-                while self._events:
-                    self._guarded(self._handle, self._events.popleft())
-            finally:
-                if self._events:
-                    self._native.ring()  # for whoever waits for the descriptor
-        return len(events)
+        """Wait up to ``timeout`` seconds for events, handle them, and return how many there were.
+
+        A KeyboardInterrupt out of a callback on the main thread is raised once all have been handled.
+        """
+        num_events = self._take(timeout)
+        self._raise_interrupt()
+        return num_events
 
     def set_on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Set the callback; what was kept comes first."""
@@ -168,6 +148,56 @@ class Dispatcher:
         while not self._stopping:
             self.poll(_POLL_S)
 
+    def _take(self, timeout: float) -> int:
+        try:
+            events = self._native.poll(timeout)
+        except TypeError:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds") from None
+        with self._poll_lock:
+            # Through one queue, so that a callback that polls, or closes, sees them in order, and an interrupted poll
+            # loses none.
+            self._events.extend(events)
+            try:
+                while self._calls:
+                    self._guarded(self._calls.popleft())
+                while self._events:
+                    self._guarded(self._handle, self._events.popleft())
+            finally:
+                if self._events:
+                    self._native.ring()  # for whoever waits for the descriptor
+        return len(events)
+
+    def _take_last(self) -> None:
+        deadline = time.monotonic() + _STOP_S
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+        if self._poll_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._take(0.0)
+            finally:
+                self._poll_lock.release()
+        else:
+            _log.error("close() goes on although a callback has not returned for %g s", _STOP_S)
+
+    def _end_all(self) -> None:
+        with self.lock:
+            self.stopped = True
+            open_: list[Transfer | Counter] = [*self.transfers.values(), *self.counters.values()]
+            self.transfers.clear()
+            self.counters.clear()
+        for item in open_:
+            if isinstance(item, Transfer):
+                item._keep = None  # no NIC touches it any more; if one is stuck, close() has made others keep it
+            self._guarded(item._fail, ClosedError(f"the engine was closed while {item!r} was open"))
+        # Nothing is called any more, and what the callbacks hold must not be kept by a closed engine.
+        self._on_message = self.on_peer_lost = self.on_notify = self.on_stalled = self.on_held_up = None
+        self._waiting.clear()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupt is not None and threading.current_thread() is threading.main_thread():
+            error, self._interrupt = self._interrupt, None
+            raise error
+
     def _soon(self, call: Callable[[], object]) -> None:
         # Not at once under the poll lock: whoever calls may hold a lock that the callback now running waits for.
         self._calls.append(call)
@@ -176,7 +206,10 @@ class Dispatcher:
     def _guarded(self, fn: Callable[..., object], *args: Any) -> None:
         try:
             fn(*args)
-        except CALLBACK_ERRORS:
+        except BaseException as error:  # noqa: BLE001  whatever it is, it would end the thread, and waits never
+            if is_interrupt(error):
+                self._interrupt = error
+                return
             self.count_callback_error()
             _log.exception("a callback raised")
 
@@ -242,9 +275,22 @@ class Dispatcher:
         if (on_held_up := self.on_held_up) is not None:
             on_held_up(transfers, text)
 
-    def _end_transfer(
+    def _end_transfer(self, id_: int, *how: Any) -> None:
+        with self.lock:
+            transfer = self.transfers.pop(id_, None)
+        if transfer is None:
+            return
+        transfer._keep = None
+        try:
+            self._end_as(transfer, *how)
+        except BaseException as error:
+            why = f"{transfer!r} has ended, but how was not understood: {type(error).__name__}: {error}"
+            transfer._fail(InternalError(why))  # unless it has ended as it should, and a callback was interrupted
+            raise
+
+    def _end_as(
         self,
-        id_: int,
+        transfer: Transfer,
         outcome: int,
         nbytes: int,
         peer: bytes,
@@ -252,16 +298,11 @@ class Dispatcher:
         failed_pages: list[tuple[int, int, int]],
         unposted: tuple[int, int, int],
     ) -> None:
-        with self.lock:
-            transfer = self.transfers.pop(id_, None)
-        if transfer is None:
-            return
-        transfer._keep = None
         if outcome == _OK:
             self._succeed_when_visible(transfer, transfer._reads_into)
             return
         about: dict[str, Any] = {
-            "transfer_id": id_,
+            "transfer_id": transfer.id,
             "peer": peer.hex(),
             "bytes_done": nbytes,
             "failed_pages": failed_pages,
@@ -295,6 +336,12 @@ class Dispatcher:
                 self.before_ready(group)
         except FabricKVError as error:
             item._fail(error)
+        except BaseException as error:
+            _log.exception("what has arrived in group %s could not be made visible", group)
+            why = f"{item!r} has arrived, but may not be visible: {type(error).__name__}: {error}"
+            item._fail(InternalError(why))
+            if is_interrupt(error):
+                raise
         else:
             item._succeed(None)
 

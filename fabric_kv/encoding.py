@@ -9,11 +9,12 @@ Whatever comes from a peer is untrusted: length is checked before parsing, types
 
 from __future__ import annotations
 
+import operator
 from typing import TypeVar
 
 import msgspec
 
-from .errors import ProtocolError
+from .errors import ConfigError, ProtocolError
 
 __all__ = ["decode", "encode"]
 
@@ -23,8 +24,17 @@ _HEADER_BYTES = 6  # 4 magic, 2 version (little-endian)
 
 
 def encode(magic: bytes, version: int, record: msgspec.Struct) -> bytes:
-    """Serialise ``record`` behind ``magic`` (4 bytes) and ``version`` (16 bits)."""
-    return magic + version.to_bytes(2, "little") + msgspec.msgpack.encode(record)
+    """Serialise ``record`` behind ``magic`` (4 bytes) and ``version`` (16 bits); NumPy's integers are integers.
+
+    Raises
+    ------
+    ConfigError
+        If the record holds what has no such form.
+    """
+    try:
+        return magic + version.to_bytes(2, "little") + msgspec.msgpack.encode(record, enc_hook=operator.index)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"this {type(record).__name__} has no bytes: {error}") from None
 
 
 def decode(magic: bytes, version: int, type_: type[T], data: bytes, *, what: str, limit: int) -> T:

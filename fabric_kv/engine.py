@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .buffers import locate
-from .config import EngineOptions
+from .config import EngineOptions, as_integer, check_integer, check_seconds
 from .core import load_native
 from .description import Description, explain_mode
 from .dispatcher import Dispatcher
@@ -34,7 +34,20 @@ from .prepared import Prepared, PreparedPiece, Watch
 from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
 from .registry import Registry
 from .sockaddr import names_of, replaced, text_of
-from .submission import NO_TOKEN, PageList, check_deadline, check_token, encode_lists, encode_piece, encode_pieces
+from .submission import (
+    NO_TOKEN,
+    PageList,
+    check_callback,
+    check_deadline,
+    check_peer,
+    check_remote,
+    check_token,
+    encode_lists,
+    encode_piece,
+    encode_pieces,
+    explain_types,
+    unpack,
+)
 from .transfers import Counter, Fence, MemoryRegion, PagePiece, Peer, Stall, Transfer
 
 if TYPE_CHECKING:
@@ -49,6 +62,9 @@ __all__ = ["Engine"]
 _DRAIN_S = 1.0
 
 
+# What a counter can count, and one signal can add.
+MAX_UNITS = 2**57 - 1
+
 _log = logging.getLogger("fabric_kv")
 
 
@@ -60,6 +76,19 @@ def _close(native: _native.Engine, dispatcher: Dispatcher, registry: Registry) -
         registry.keep()
     finally:
         dispatcher.stop()
+
+
+def _names(nics: Sequence[str]) -> list[str]:
+    """One group's NICs."""
+    if isinstance(nics, str):
+        raise ConfigError("nics must be a list of names, not one string")
+    if not isinstance(nics, Iterable):
+        raise ConfigError(f"nics={nics!r} must be a list of names")
+    names = list(nics)
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"nics={names!r} must be names or addresses: {name!r} is of type {type(name).__name__}")
+    return names
 
 
 def _advertised(bound: list[list[bytes]], options: EngineOptions) -> tuple[tuple[bytes, ...], ...]:
@@ -139,16 +168,23 @@ class Engine:
     ) -> None:
         if groups is not None and nics:
             raise ConfigError("give nics (one group) or groups, not both")
-        rails = [list(nics)] if groups is None else [list(group) for group in groups]
-        if any(isinstance(group, str) for group in (nics, *(groups or ()))):
-            raise ConfigError("nics must be a list of names, not one string")
-        if not rails or (cpus and len(cpus) != len(rails)):
-            raise ConfigError(f"{len(rails)} groups, but cpus for {len(cpus)}")
+        if not isinstance(options, EngineOptions):
+            raise ConfigError(f"options={options!r} must be EngineOptions(...)")
+        if not isinstance(provider, str | None):
+            raise ConfigError(f"provider={provider!r} must be the name of a libfabric provider, or None")
+        if not isinstance(groups, Iterable | None):
+            raise ConfigError(f"groups={groups!r} must be a list of lists of names")
+        if not isinstance(cpus, Iterable) or not all(isinstance(of_group, Iterable) for of_group in cpus):
+            raise ConfigError(f"cpus={cpus!r} must be a list of lists of cpus, one for each group")
+        rails = [_names(group) for group in ((nics,) if groups is None else groups)]
+        pinned = [[check_integer("cpus", cpu, -(2**31), 2**31 - 1) for cpu in of_group] for of_group in cpus]
+        if not rails or (pinned and len(pinned) != len(rails)):
+            raise ConfigError(f"{len(rails)} groups, but cpus for {len(pinned)}")
         core = load_native()
         self._native: _native.Engine
         self._native, self._left_out = core.open_engine(
             provider=provider or "",
-            groups=[(group, list(cpus[i]) if cpus else []) for i, group in enumerate(rails)],
+            groups=[(group, pinned[i] if pinned else []) for i, group in enumerate(rails)],
             spin=options.progress == "spin",
             nic_threads=options.progress_threads == "nic",
             strict=options.strict,
@@ -179,7 +215,11 @@ class Engine:
         self._registry = Registry(self._native, self._dispatcher)
         self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._registry)
         _engines.add(self)
-        self._dispatcher.start()
+        try:
+            self._dispatcher.start()
+        except BaseException:  # no thread to be had
+            self._finalizer()
+            raise
 
     @classmethod
     def from_topology(
@@ -295,7 +335,7 @@ class Engine:
         """
         with contextlib.ExitStack() as held:
             adopt = held.enter_context(buffer._registering()) if isinstance(buffer, SharedBuffer) else None
-            self._check_group(group)
+            group = self._check_group(group)
             region = self._registry.register(self, locate(buffer), group, staging)
             if adopt is not None:
                 adopt(region)
@@ -318,6 +358,8 @@ class Engine:
         ProtocolError
             If the bytes are not an address, or one of another version.
         """
+        if not isinstance(monitor, bool):
+            raise ConfigError(f"monitor={monitor!r} must be True or False")
         parsed = EngineAddress.from_bytes(address)
         if parsed.epoch == self.epoch and monitor:
             raise ConfigError("an engine cannot monitor itself")
@@ -329,6 +371,7 @@ class Engine:
 
     def remove_peer(self, peer: Peer) -> None:
         """Forget a peer: no new transfer to it is taken, and it is no longer monitored."""
+        check_peer(peer)
         self._native.remove_peer(peer._native)
         self._dispatcher.forget(peer.epoch)
 
@@ -355,8 +398,8 @@ class Engine:
         ClosedError
             If the engine is closed, or closes meanwhile: then no memory of ours is touched any more.
         """
-        if not 0 <= timeout_s <= 3600:
-            raise ConfigError(f"timeout_s={timeout_s} must lie in [0, 3600]")
+        check_peer(peer)
+        check_seconds("timeout_s", timeout_s, 0, 3600)
         fence = Fence(*self._native.fence(peer._native, timeout_s))
         self._dispatcher.forget(peer.epoch)
         if not fence.proven:
@@ -370,6 +413,7 @@ class Engine:
 
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
         """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
+        check_callback(fn)
         self._dispatcher.on_peer_lost = fn
 
     def on_stalled(self, fn: Callable[[Stall], None] | None) -> None:
@@ -377,6 +421,7 @@ class Engine:
 
         Also when the provider has not returned from a call for so long: ``outstanding_bytes`` is 0 then.
         """
+        check_callback(fn)
         self._dispatcher.on_stalled = fn
 
     def on_held_up(self, fn: Callable[[list[Transfer], str], None] | None) -> None:
@@ -388,6 +433,7 @@ class Engine:
         room which others give back. The NIC may go on with other peers, and other NICs with this one; where nothing at
         all completes :meth:`on_stalled` tells, too.
         """
+        check_callback(fn)
         self._dispatcher.on_held_up = fn
 
     # -- moving data ---------------------------------------------------------------------------------------------------
@@ -447,20 +493,24 @@ class Engine:
             src_pages,
             dst_pages,
         )
-        if src._staging is not None:
-            return self.submit(peer, [piece], token=token)
-        # What submit() does, for one piece that waits for nothing: most calls are this one.
-        return self._start(
-            Transfer(self, peer, src),
-            self._native.submit_write,
-            peer._native,
-            [encode_piece(self, piece, token, 0)],
-            [encode_lists(piece)],
-            NO_TOKEN if token is None else token.native(),
-            0.0,
-            None,
-            0,
-        )
+        try:
+            if src._staging is not None:
+                return self.submit(peer, [piece], token=token)
+            # What submit() does, for one piece that waits for nothing: most calls are this one.
+            return self._start(
+                Transfer(self, peer, src),
+                self._native.submit_write,
+                peer._native,
+                [encode_piece(self, piece, token, 0)],
+                [encode_lists(piece)],
+                NO_TOKEN if token is None else token.native(),
+                0.0,
+                None,
+                0,
+            )
+        except (AttributeError, TypeError):
+            explain_types(peer, [piece], token)
+            raise
 
     def submit(
         self,
@@ -499,21 +549,25 @@ class Engine:
         if deadline_s is not None:
             check_deadline(deadline_s)
         pieces = list(pieces)
-        encoded, lists, keep = encode_pieces(self, pieces, token)
-        staged = stage_pieces(pieces, waits=watch is not None)
-        if staged is not pieces:
-            encoded, lists, keep = encode_pieces(self, staged, token)
-        return self._start(
-            Transfer(self, peer, (keep, watch), deadline_s),
-            self._native.submit_write,
-            peer._native,
-            encoded,
-            lists,
-            NO_TOKEN if token is None else token.native(),
-            deadline_s or 0.0,
-            None if watch is None else watch._native,
-            step,
-        )
+        try:
+            encoded, lists, keep = encode_pieces(self, pieces, token)
+            staged = stage_pieces(pieces, waits=watch is not None)
+            if staged is not pieces:
+                encoded, lists, keep = encode_pieces(self, staged, token)
+            return self._start(
+                Transfer(self, peer, (keep, watch), deadline_s),
+                self._native.submit_write,
+                peer._native,
+                encoded,
+                lists,
+                NO_TOKEN if token is None else token.native(),
+                deadline_s or 0.0,
+                None if watch is None else watch._native,
+                step,
+            )
+        except (AttributeError, TypeError):
+            explain_types(peer, pieces, token, watch=watch, step=step)
+            raise
 
     def scatter(
         self,
@@ -530,14 +584,19 @@ class Engine:
         """
         check_deadline(deadline_s)
         transfers, native = [], []
-        for peer, given, token in parts:
+        for peer, given, token in unpack("parts", parts, "peer, pieces, token"):
+            check_peer(peer)
             pieces = list(given)
-            encoded, lists, keep = encode_pieces(self, pieces, token)
-            staged = stage_pieces(pieces, waits=False)
-            if staged is not pieces:
-                encoded, lists, keep = encode_pieces(self, staged, token)
+            try:
+                encoded, lists, keep = encode_pieces(self, pieces, token)
+                staged = stage_pieces(pieces, waits=False)
+                if staged is not pieces:
+                    encoded, lists, keep = encode_pieces(self, staged, token)
+                native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
+            except (AttributeError, TypeError):
+                explain_types(peer, pieces, token)
+                raise
             transfers.append(Transfer(self, peer, keep, deadline_s))
-            native.append((peer._native, encoded, lists, token.native() if token else NO_TOKEN, None, 0))
         return self._track(transfers, lambda: self._native.submit_pages(False, native, deadline_s or 0.0))
 
     def prepare(self, peer: Peer, pieces: Iterable[PreparedPiece]) -> Prepared:
@@ -557,7 +616,7 @@ class Engine:
         ----------
         word : uint64, shape (1,), optional
             Memory that something else writes, so that it has to be looked at; by default the engine's own, which
-            :meth:`Watch.set` alone may write.
+            :meth:`Watch.set` alone may write. Of read-only memory, :meth:`Watch.set` writes nothing.
 
         Raises
         ------
@@ -613,12 +672,17 @@ class Engine:
         self, parts: Iterable[tuple[Peer, RemoteRegion, CounterToken]], *, units: int = 1, group: int = 0
     ) -> list[Transfer]:
         """:meth:`signal` for many peers in one submission, all or none; a counter fires once all its senders have."""
-        if not 1 <= units < 2**57:
-            raise ConfigError(f"units={units} must lie in [1, 2^57)")
-        self._check_group(group)
-        parts = list(parts)
-        for _, dst, token in parts:
-            check_token(token, dst)
+        units = check_integer("units", units, 1, MAX_UNITS)
+        group = self._check_group(group)
+        parts = unpack("parts", parts, "peer, dst, token")
+        for peer, dst, token in parts:
+            check_peer(peer)
+            check_remote("dst", dst)
+            try:
+                check_token(token, dst)
+            except AttributeError:
+                explain_types(peer, (), token)
+                raise
         native = [(peer._native, dst.native(), token.native(), units, 0) for peer, dst, token in parts]
         transfers = [Transfer(self, peer, None) for peer, _, _ in parts]
         return self._track(transfers, lambda: self._native.submit_signals(native, group))
@@ -632,6 +696,9 @@ class Engine:
         It ends in TransferError on a NIC that does not keep writes in order (``describe()``'s ``ordered_writes``; shm,
         EFA): there only the receiver's counters prove arrival.
         """
+        check_peer(peer)
+        check_remote("dst", dst)
+        group = self._check_group(group)
         return self._start(Transfer(self, peer, None), self._native.submit_flush, peer._native, dst.native(), group)
 
     def connect_rails(self, peer: Peer, dst: RemoteRegion, *, group: int = 0) -> Transfer:
@@ -641,6 +708,9 @@ class Engine:
         them off the first request. A pair that cannot connect fails it, with the NIC's name. ``dst`` as in
         :meth:`signal`.
         """
+        check_peer(peer)
+        check_remote("dst", dst)
+        group = self._check_group(group)
         return self._start(Transfer(self, peer, None), self._native.submit_connect, peer._native, dst.native(), group)
 
     def notify(self, peer: Peer, dst: RemoteRegion, value: int, *, group: int = 0) -> Transfer:
@@ -651,14 +721,16 @@ class Engine:
         ConfigError
             If ``value`` does not fit into 15 bits: the other 17 say that it is not a counter's.
         """
-        limit = 2 ** load_native().NUM_USER_BITS
-        if not 0 <= value < limit:
-            raise ConfigError(f"value={value} must lie in [0, {limit})")
+        check_peer(peer)
+        check_remote("dst", dst)
+        value = check_integer("value", value, 0, 2 ** load_native().NUM_USER_BITS - 1)
+        group = self._check_group(group)
         native = [(peer._native, dst.native(), NO_TOKEN, 0, value)]
         return self._track([Transfer(self, peer, None)], lambda: self._native.submit_signals(native, group))[0]
 
     def on_notify(self, fn: Callable[[int, int], None] | None) -> None:
         """Call ``fn(group, value)`` for each :meth:`notify` of a peer. One callback; None removes it."""
+        check_callback(fn)
         self._dispatcher.on_notify = fn
 
     def send(self, peer: Peer, payload: bytes | bytearray | memoryview) -> Transfer:
@@ -678,7 +750,11 @@ class Engine:
                 f"a message of {len(payload)} bytes is above the limit "
                 f"max_message_bytes={self.options.max_message_bytes}"
             )
-        return self._start(Transfer(self, peer, None), self._native.submit_message, peer._native, payload)
+        try:
+            return self._start(Transfer(self, peer, None), self._native.submit_message, peer._native, payload)
+        except (AttributeError, TypeError):
+            check_peer(peer)
+            raise
 
     def on_message(self, fn: Callable[[bytes, bytes], None] | None) -> None:
         """Call ``fn(sender_epoch, payload)`` for each message, on the dispatcher. One callback; None removes it.
@@ -686,6 +762,7 @@ class Engine:
         Messages that arrive while there is none are kept, within ``options.max_inbox_bytes``. Their order is not
         defined.
         """
+        check_callback(fn)
         self._dispatcher.set_on_message(fn)
 
     # -- counting ------------------------------------------------------------------------------------------------------
@@ -704,12 +781,15 @@ class Engine:
 
         Raises
         ------
+        ConfigError
+            If an argument is no integer or out of range. No counter has been taken.
         WouldBlockError
             If all counters of the group are in use.
         """
-        if not 0 < unit_bytes < 2**63:
-            raise ConfigError(f"unit_bytes={unit_bytes} must lie in [1, 2^63)")
-        self._check_group(group)
+        unit_bytes = check_integer("unit_bytes", unit_bytes, 1, 2**63 - 1)
+        if expected_units is not None:
+            expected_units = check_integer("expected_units", expected_units, 0, MAX_UNITS)
+        group = self._check_group(group)
         with self._dispatcher.lock:
             self._check_open()
             slot, generation = self._native.allocate_counter(group, unit_bytes)
@@ -718,7 +798,7 @@ class Engine:
         if expected_units is not None:
             try:
                 counter.arm(expected_units)
-            except ConfigError:
+            except BaseException:
                 counter.release(quiescent=True)  # nobody has its token yet
                 raise
         return counter
@@ -767,9 +847,11 @@ class Engine:
         if self.closed or self._dispatcher.stopped:
             raise ClosedError("the engine is closed, or belongs to the process that forked this one")
 
-    def _check_group(self, group: int) -> None:
-        if not 0 <= group < len(self._address.groups):
-            raise ConfigError(f"group {group} does not exist: the engine has {len(self._address.groups)}")
+    def _check_group(self, group: int) -> int:
+        index = as_integer("group", group)
+        if not 0 <= index < len(self._address.groups):
+            raise ConfigError(f"group {index} does not exist: the engine has {len(self._address.groups)}")
+        return index
 
     def _start(self, transfer: Transfer, submit: Callable[..., _native.Transfer], *arguments: object) -> Transfer:
         dispatcher = self._dispatcher
@@ -798,8 +880,13 @@ class Engine:
 
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
         check_deadline(deadline_s)
-        encoded, lists, keep = encode_pieces(self, [piece], None)
-        native = [(peer._native, encoded, lists, NO_TOKEN, None, 0)]
+        try:
+            encoded, lists, keep = encode_pieces(self, [piece], None)
+            native = [(peer._native, encoded, lists, NO_TOKEN, None, 0)]
+        except (AttributeError, TypeError):
+            explain_types(peer, [piece], names=("dst", "src"))
+            raise
+        check_peer(peer)
         transfer = Transfer(self, peer, keep, deadline_s)
         transfer._reads_into = piece.src.remote.group
         return self._track([transfer], lambda: self._native.submit_pages(True, native, deadline_s or 0.0))[0]
@@ -814,11 +901,11 @@ class Engine:
         region._owner = region._staging = None
 
     def _share(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
+        check_peer(peer)
         return self._registry.share(region, peer)
 
     def _arm(self, counter: Counter, expected_units: int) -> None:
-        if not 0 <= expected_units < 2**57:
-            raise ConfigError(f"expected_units={expected_units} must lie in [0, 2^57)")
+        expected_units = check_integer("expected_units", expected_units, 0, MAX_UNITS)
         self._native.arm_counter(counter.token.group, counter.token.native(), expected_units)
 
     def _received(self, counter: Counter) -> int:

@@ -15,15 +15,20 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from copy import copy
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-__all__ = ["CALLBACK_ERRORS", "Completion"]
+from .errors import ConfigError
+
+__all__ = ["CALLBACK_ERRORS", "Completion", "fresh", "is_interrupt"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger("fabric_kv")
 
-# What a callback may raise without harm to the others. Some are no Exception, and would end the thread in silence.
+# What a caller's code may raise without harm to others, on threads that tests run for themselves, too: what these are
+# stopped by (pytest.fail) must get through there.
 CALLBACK_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 
 
@@ -42,6 +47,7 @@ class Completion(Generic[T]):
     _outcome: tuple[T, None] | tuple[None, BaseException] | None = None
     _waited_for: concurrent.futures.Future[T] | None = None  # made when somebody waits
     _awaited_in: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
+    _interrupt: BaseException | None = None  # of the main thread, until the other callbacks have been called
 
     @staticmethod
     def abandon_lock() -> None:
@@ -65,22 +71,28 @@ class Completion(Generic[T]):
         TimeoutError
             The subclass's own kind of it, when ``timeout`` passes first.
         FabricKVError
-            What went wrong, if it did.
+            What went wrong, if it did; each call raises an object of its own.
         """
         self._wait(timeout)
-        value, error = self._outcome or (None, None)
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        outcome = self._outcome
+        if outcome is not None and outcome[1] is not None:
+            raise fresh(outcome[1])
+        return outcome[0] if outcome else None  # type: ignore[return-value]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end and return what went wrong, or None."""
+        """Wait for the end and return what went wrong, or None; each call an object of its own."""
         self._wait(timeout)
-        return self._outcome[1] if self._outcome else None
+        outcome = self._outcome
+        return None if outcome is None or outcome[1] is None else fresh(outcome[1])
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
-        """Call ``fn(self)`` once it has ended; at once if it has already. What it raises is logged and counted."""
+        """Call ``fn(self)`` once it has ended; at once if it has already.
+
+        What it raises is logged and counted, but for a KeyboardInterrupt on the main thread, which goes on after all
+        other callbacks.
+        """
         self._future().add_done_callback(lambda _: self._call(fn))
+        self._raise_interrupt()
 
     def __await__(self) -> Generator[Any, None, T]:
         # Not asyncio.wrap_future, which costs twice as much, and keeps what it made for each wait until the end.
@@ -101,9 +113,17 @@ class Completion(Generic[T]):
     def _call(self, fn: Callable[[Self], object]) -> None:
         try:
             fn(self)
-        except CALLBACK_ERRORS:
+        except BaseException as error:  # noqa: BLE001  whatever it is, it would end the thread, and waits never
+            if is_interrupt(error):
+                self._interrupt = error
+                return
             _log.exception("a callback of %r raised", self)
             self._count_callback_error()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupt is not None and threading.current_thread() is threading.main_thread():
+            error, self._interrupt = self._interrupt, None
+            raise error
 
     def _future(self) -> concurrent.futures.Future[T]:
         existing = self._waited_for
@@ -137,6 +157,8 @@ class Completion(Generic[T]):
         except concurrent.futures.TimeoutError:
             if self._outcome is None:
                 raise self._timeout_error(timeout) from None
+        except TypeError:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds, or None") from None
 
     def _count_callback_error(self) -> None:
         """A callback has raised; for whoever counts these."""
@@ -167,7 +189,31 @@ class Completion(Generic[T]):
                 continue
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits there.
                 loop.call_soon_threadsafe(_wake, waiter)
+        self._raise_interrupt()
         return True
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is the user's Ctrl-C, which Python raises on the main thread wherever that is."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def fresh(error: E) -> E:
+    """A copy of an error that is kept, to be raised in its place, with all that it says and where it came from.
+
+    An exception keeps the frames that it passes, and all that is named there: arrays would be in use for as long as a
+    transfer that failed is. Threads that raise the same one would also write into each other's traceback.
+    """
+    try:
+        made = copy(error)
+    except Exception:  # noqa: BLE001  somebody's subclass that cannot be made of its args
+        made = type(error).__new__(type(error), *error.args)
+        made.args = error.args
+    # Notes and whatever else was set, which our own copies do not take along.
+    made.__dict__.update(error.__dict__)
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
 
 
 def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -13,14 +13,25 @@ prepared; what is left for a submission is to look at its page lists.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import check_integer
 from .errors import ConfigError
-from .submission import NO_TOKEN, PageList, as_pages, check_deadline, check_source, check_token, native_remote
+from .futures import fresh
+from .submission import (
+    NO_TOKEN,
+    PageList,
+    as_pages,
+    check_deadline,
+    check_source,
+    check_token,
+    explain_types,
+    native_remote,
+    unpack,
+)
 from .transfers import MemoryRegion, Peer, Transfer
 
 if TYPE_CHECKING:
@@ -75,9 +86,18 @@ class Watch:
         Raises
         ------
         ConfigError
-            If the step does not fit into 48 bits or the layers do not into 16.
+            If the step does not fit into 48 bits or the layers do not into 16, or the word is of read-only memory.
         """
-        self._engine._native.set_watch(self._native, step, layers)
+        if not self.array.flags.writeable:
+            raise ConfigError(
+                f"{self!r} is of read-only memory: it can be waited for, but whoever may write the memory sets it"
+            )
+        try:
+            self._engine._native.set_watch(self._native, step, layers)
+        except TypeError:
+            check_integer("step", step, 0, 2**48 - 1)
+            check_integer("layers", layers, 0, 2**16 - 1)
+            raise
 
     @property
     def step(self) -> int:
@@ -102,17 +122,22 @@ class Prepared:
         native: list[_native._Piece] = []
         regions: list[MemoryRegion] = []
         self._dst: dict[int, RemoteRegion] = {}  # one of each group
-        for piece in pieces:
-            check_source(engine, piece.src)
-            if piece.src._staging is not None:
-                raise ConfigError(
-                    f"{piece.src!r} is staged in host memory: what is submitted from it cannot be prepared"
-                )
-            self._dst[piece.dst.group] = piece.dst
-            native.append((piece.src._native, *piece[1:3], native_remote(piece.dst), *piece[4:]))
-            regions.append(piece.src)
+        pieces = list(pieces)
+        try:
+            for piece in pieces:
+                check_source(engine, piece.src)
+                if piece.src._staging is not None:
+                    raise ConfigError(
+                        f"{piece.src!r} is staged in host memory: what is submitted from it cannot be prepared"
+                    )
+                self._dst[piece.dst.group] = piece.dst
+                native.append((piece.src._native, *piece[1:3], native_remote(piece.dst), *piece[4:]))
+                regions.append(piece.src)
+            self._native = engine._new_prepared(peer, native)
+        except (AttributeError, TypeError):
+            explain_types(peer, pieces)
+            raise
         self._keep = list(dict.fromkeys(regions))
-        self._native = engine._new_prepared(peer, native)
 
     def submit(
         self,
@@ -144,22 +169,29 @@ class Prepared:
         """
         for region in self._keep:
             if region._lost is not None:
-                raise copy(region._lost)
+                raise fresh(region._lost)
         if deadline_s is not None:
             check_deadline(deadline_s)
-        if token is not None:
-            for dst in self._dst.values():
-                check_token(token, dst)
-        native = [(as_pages("src_pages", src), as_pages("dst_pages", dst)) for src, dst in lists]
-        engine = self._engine
-        transfer = Transfer(engine, self.peer, (self._keep, watch), deadline_s)
-        return engine._start(
-            transfer,
-            engine._native.submit_prepared,
-            self._native,
-            native,
-            NO_TOKEN if token is None else token.native(),
-            deadline_s or 0.0,
-            None if watch is None else watch._native,
-            step,
-        )
+        try:
+            if token is not None:
+                for dst in self._dst.values():
+                    check_token(token, dst)
+            native = [(as_pages("src_pages", src), as_pages("dst_pages", dst)) for src, dst in lists]
+            engine = self._engine
+            transfer = Transfer(engine, self.peer, (self._keep, watch), deadline_s)
+            return engine._start(
+                transfer,
+                engine._native.submit_prepared,
+                self._native,
+                native,
+                NO_TOKEN if token is None else token.native(),
+                deadline_s or 0.0,
+                None if watch is None else watch._native,
+                step,
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            unpack("lists", lists, "src_pages, dst_pages")
+            explain_types(self.peer, (), token, watch=watch, step=step)
+            raise

@@ -1,8 +1,8 @@
 """Plain data that describes memory and engines to a peer: remote regions, engine addresses, counter tokens.
 
->>> token, region = counter.token, memory.remote.to_bytes()          # send both to the peer, by any means
+>>> token, region = counter.token.to_bytes(), memory.remote.to_bytes()          # send both to the peer, by any means
 >>> remote = RemoteRegion.from_bytes(region)
->>> remote.nbytes
+>>> engine.write(peer, ours, 0, remote, 0, remote.nbytes, token=CounterToken.from_bytes(token))
 
 All of it travels as versioned, length-checked bytes; see :mod:`fabric_kv.encoding`.
 """
@@ -47,10 +47,23 @@ class CounterToken(msgspec.Struct, frozen=True, array_like=True):
         The receiver's device group that counts.
     """
 
+    MAGIC: ClassVar[bytes] = b"FKVC"
+    VERSION: ClassVar[int] = 1
+    MAX_BYTES: ClassVar[int] = 64
+
     slot: U17
     generation: Annotated[int, Meta(ge=0, lt=32)]
     unit_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     group: _GroupIndex = 0
+
+    def to_bytes(self) -> bytes:
+        """Versioned bytes for the peer."""
+        return encode(self.MAGIC, self.VERSION, self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CounterToken:
+        """Parse a peer's bytes; ProtocolError if they are anything else."""
+        return decode(cls.MAGIC, cls.VERSION, cls, data, what="counter token", limit=cls.MAX_BYTES)
 
     def native(self) -> tuple[int, int, int]:
         """The part that the C++ core takes."""

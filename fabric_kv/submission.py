@@ -8,17 +8,18 @@ What only the core can check (pages against their regions) it checks itself, bef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import check_integer
 from .core import load_native
 from .errors import ConfigError
+from .futures import fresh
 from .regions import CounterToken, RemoteRegion
-from .transfers import MemoryRegion, PagePiece
+from .transfers import Counter, MemoryRegion, PagePiece, Peer
 
 if TYPE_CHECKING:
     from . import _native
@@ -30,13 +31,18 @@ __all__ = [
     "NO_TOKEN",
     "PageList",
     "as_pages",
+    "check_callback",
     "check_deadline",
+    "check_peer",
+    "check_remote",
     "check_source",
     "check_token",
     "encode_lists",
     "encode_piece",
     "encode_pieces",
+    "explain_types",
     "native_remote",
+    "unpack",
 ]
 
 
@@ -78,7 +84,10 @@ def as_pages(name: str, pages: Any) -> _Pages:
     """Page indices as the core takes them: an array, which it copies, unless they are a PageList."""
     if type(pages) is PageList:
         return pages._native
-    array = pages if type(pages) is np.ndarray else np.asarray(pages)
+    try:
+        array = pages if type(pages) is np.ndarray else np.asarray(pages)
+    except ValueError as error:  # lists of lists that are not of one length
+        raise ConfigError(f"{name} must be one-dimensional: {error}") from None
     if array.ndim == 1 and array.dtype in _PLAIN:
         return array
     if array.ndim != 1:
@@ -92,8 +101,93 @@ def as_pages(name: str, pages: Any) -> _Pages:
 
 def check_deadline(deadline_s: float | None) -> None:
     """Refuse a deadline that is none."""
-    if deadline_s is not None and not 0 < deadline_s <= 86400:
-        raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
+    try:
+        if deadline_s is None or 0 < deadline_s <= 86400:
+            return
+    except TypeError:
+        raise ConfigError(f"deadline_s={deadline_s!r} must be a number of seconds in (0, 86400]") from None
+    raise ConfigError(f"deadline_s={deadline_s} must lie in (0, 86400]")
+
+
+def _wrong(name: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{name} is of type {type(value).__name__}: it must be {wanted}")
+
+
+def check_callback(fn: object) -> None:
+    """Refuse what could not be called when the time has come."""
+    if fn is not None and not callable(fn):
+        raise _wrong("fn", fn, "a function, or None")
+
+
+def unpack(name: str, given: Iterable[Any], fields: str) -> list[Any]:
+    """The tuples of a list, each with as many items as ``fields`` names."""
+    num_fields = fields.count(",") + 1
+    items = list(given)
+    for index, item in enumerate(items):
+        if not isinstance(item, Sequence) or len(item) != num_fields:
+            raise _wrong(f"{name}[{index}]", item, f"a tuple ({fields})")
+    return items
+
+
+def check_peer(peer: object) -> None:
+    """Refuse what Engine.add_peer has not made."""
+    if not isinstance(peer, Peer):
+        raise _wrong("peer", peer, "a Peer. Hint: Engine.add_peer(address) makes one of the other engine's address")
+
+
+def _check_region(name: str, region: object) -> None:
+    if isinstance(region, RemoteRegion):
+        raise _wrong(name, region, "a MemoryRegion of this engine; a RemoteRegion is the peer's memory")
+    if not isinstance(region, MemoryRegion):
+        raise _wrong(name, region, "a MemoryRegion. Hint: Engine.register makes one of a buffer")
+
+
+def check_remote(name: str, remote: object) -> None:
+    """Refuse what is no peer's region."""
+    if isinstance(remote, MemoryRegion):
+        hint = "use region.remote of the peer's region, sent as bytes: region.remote.to_bytes()"
+        raise _wrong(name, remote, f"a RemoteRegion. Hint: {hint}")
+    if not isinstance(remote, RemoteRegion):
+        raise _wrong(name, remote, "a RemoteRegion. Hint: RemoteRegion.from_bytes parses what the peer has sent")
+
+
+def _check_token_type(token: object) -> None:
+    if isinstance(token, Counter):
+        raise _wrong("token", token, "a CounterToken. Hint: use counter.token")
+    if token is not None and not isinstance(token, CounterToken):
+        raise _wrong("token", token, "a CounterToken. Hint: CounterToken.from_bytes parses what the receiver has sent")
+
+
+def explain_types(
+    peer: object,
+    pieces: Iterable[object] = (),
+    token: object = None,
+    *,
+    watch: object = None,
+    step: Any = 0,
+    names: tuple[str, str] = ("src", "dst"),
+) -> None:
+    """Say what is wrong with a submission that a TypeError or an AttributeError has stopped.
+
+    Afterwards only, so that it costs nothing where all is well. Returns if it finds nothing.
+
+    Raises
+    ------
+    ConfigError
+        Which argument is of a wrong type, what it should be, and where that comes from.
+    """
+    from .prepared import PreparedPiece, Watch
+
+    check_peer(peer)
+    for index, piece in enumerate(pieces):
+        if not isinstance(piece, PagePiece | PreparedPiece):
+            raise _wrong(f"pieces[{index}]", piece, "a PagePiece, or a PreparedPiece for Engine.prepare")
+        _check_region(names[0], piece.src)
+        check_remote(names[1], piece.dst)
+    _check_token_type(token)
+    if watch is not None and not isinstance(watch, Watch):
+        raise _wrong("watch", watch, "a Watch. Hint: Engine.watch makes one")
+    check_integer("step", step, 0, 2**48 - 1)
 
 
 def check_token(token: CounterToken, dst: RemoteRegion) -> None:
@@ -126,7 +220,7 @@ def check_source(engine: Engine, region: MemoryRegion) -> None:
     if region._engine is not engine:
         raise ConfigError(f"{region!r} was registered with another engine")
     if region._lost is not None:
-        raise copy(region._lost)  # the one that is kept would keep the frames that it passes
+        raise fresh(region._lost)  # the one that is kept would keep the frames that it passes
 
 
 def encode_lists(piece: PagePiece) -> tuple[_Pages, _Pages]:

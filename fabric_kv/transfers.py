@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .config import as_integer
 from .errors import ClosedError, ConfigError, TransferCancelledError, TransferTimeoutError
-from .futures import Completion
+from .futures import Completion, fresh
 from .regions import CounterToken, RemoteRegion
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class MemoryRegion:
 
         The pages are still there, and harmless to whoever writes into them; submissions from it raise this error.
         """
-        return self._lost
+        return None if self._lost is None else fresh(self._lost)
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +151,7 @@ class MemoryRegion:
         ClosedError
             If the region is closed.
         """
+        offset, nbytes = as_integer("offset", offset), as_integer("nbytes", nbytes)
         if self._closed:
             raise ClosedError(f"{self!r} was deregistered")
         if self._staging is None:

@@ -75,6 +75,21 @@ def test_fifty_engines_one_after_the_other_leave_nothing(provider: Any) -> None:
     assert wait_for(lambda: left_open() <= before), (before, left_open())
 
 
+@pytest.mark.parametrize("provider", ["tcp"], indirect=True)
+def test_an_engine_that_gets_no_thread_is_closed_at_once(provider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    open_engine(provider).close()  # what libfabric starts once
+    _, before = left_open()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start") as caught:
+            open_engine(provider)
+    assert caught.value.__traceback__ is not None  # which holds the frames, and they hold the engine
+    assert wait_for(lambda: left_open()[1] <= before), (before, left_open())
+
+
 def test_a_forgotten_engine_is_closed(provider: Any) -> None:
     open_engine(provider).close()
     before = left_open()

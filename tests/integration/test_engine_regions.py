@@ -12,7 +12,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fabric_kv import ClosedError, ConfigError, Engine, EngineOptions, FabricError, MemoryRegion, RegistrationError
+from fabric_kv import (
+    ClosedError,
+    ConfigError,
+    Engine,
+    EngineOptions,
+    FabricError,
+    MemoryRegion,
+    RegistrationError,
+    SharingError,
+)
 from fabric_kv.memory import HostBuffer
 
 PAGE = 4096
@@ -173,3 +182,33 @@ def test_a_provider_without_device_memory_is_refused_at_open() -> None:
             assert engine.describe()["groups"][0]["rails"][0]["device_memory"]
             return
     assert "provider 'tcp' offers no endpoint that reaches device memory" in refusal
+
+
+def test_a_buffer_is_free_though_a_counter_that_failed_is_there(engine: Engine) -> None:
+    buffer = HostBuffer.allocate(PAGE)
+    counter = engine.counter(unit_bytes=1)
+    counter.release()
+
+    def handle() -> None:
+        array = buffer.array
+        with contextlib.suppress(ClosedError):
+            counter.result(0)
+        assert array.nbytes == PAGE
+
+    handle()
+    buffer.close()
+    assert counter.done()
+
+
+def test_why_a_region_is_lost_is_told_by_errors_of_their_own(engine: Engine) -> None:
+    region = engine.register(np.zeros(PAGE, np.uint8))
+    assert region.lost is None
+    region._lost = SharingError("the owner is gone", path="/run/kv", reason="gone")
+    first, second = region.lost, region.lost
+    assert isinstance(first, SharingError)
+    assert (str(first), first.path, first.reason) == ("the owner is gone", "/run/kv", "gone")
+    assert first is not second
+    peer = engine.add_peer(engine.address)
+    with pytest.raises(SharingError, match="the owner is gone") as caught:
+        engine.write(peer, region, 0, region.remote, 0, 8)
+    assert caught.value is not region._lost

@@ -160,3 +160,19 @@ def test_refusals(node: Node, prepared: Prepared, remote: RemoteRegion) -> None:
     later, earlier = (PagePiece(region, 0, 0, remote, 0, 0, 1, [0], [0], layer=layer) for layer in (2, 1))
     with pytest.raises(ConfigError, match="in the order of their layers"):
         node.engine.submit(node.peer, [later, earlier], watch=watch, step=1)
+
+
+@pytest.mark.parametrize("provider", ["tcp"], indirect=True)
+def test_read_only_memory_is_watched_and_never_written(node: Node, prepared: Prepared, peer: PeerProcess) -> None:
+    constant = bytes(8)
+    watch = node.engine.watch(np.frombuffer(constant, np.uint64))
+    with pytest.raises(ConfigError, match="read-only memory"):
+        watch.set(3, 1)
+    assert constant == bytes(8)
+    word = np.zeros(1, np.uint64)
+    seen = word.view()
+    seen.flags.writeable = False
+    pages = np.arange(NUM_PAGES)
+    transfer = prepared.submit([(pages, pages)], watch=node.engine.watch(seen), step=1)
+    word[0] = 1 << 16 | LAYERS  # whoever owns it
+    transfer.result(LONG)

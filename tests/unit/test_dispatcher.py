@@ -12,7 +12,14 @@ import pytest
 from fabric_kv import dispatcher as module
 from fabric_kv.config import EngineOptions
 from fabric_kv.dispatcher import Dispatcher
-from fabric_kv.errors import ClosedError, ProtocolError, TransferCancelledError, TransferError
+from fabric_kv.errors import (
+    ClosedError,
+    DeviceError,
+    InternalError,
+    ProtocolError,
+    TransferCancelledError,
+    TransferError,
+)
 from fabric_kv.regions import CounterToken
 from fabric_kv.transfers import Counter, Peer, Transfer
 
@@ -114,6 +121,58 @@ def test_counters_end_as_the_core_says() -> None:
     assert not other.done()
 
 
+@pytest.mark.parametrize("error", [OSError(5, "the driver broke"), DeviceError("lost"), SystemExit(1)])
+def test_what_cannot_be_made_visible_ends_in_a_typed_error(error: BaseException) -> None:
+    def broken(_group: int) -> None:
+        raise error
+
+    core, dispatcher = make()
+    dispatcher.before_ready = broken
+    read, counter, write = open_transfer(dispatcher, 1), open_counter(dispatcher, 0, 0), open_transfer(dispatcher, 2)
+    read._reads_into = 0
+    core.post(ended(1), (COUNTER, 0, 0, 0, True), ended(2))
+    dispatcher.poll(0)
+    for item in (read, counter):
+        kind = DeviceError if isinstance(error, DeviceError) else InternalError
+        with pytest.raises(kind, match=str(error.args[-1])):
+            item.result(0)
+    assert write.result(0) is None
+    assert dispatcher.num_callback_errors == 0, "no callback of the user's"
+
+
+def test_ctrl_c_while_data_is_made_visible_ends_the_read_too() -> None:
+    def interrupt(_group: int) -> None:
+        raise KeyboardInterrupt
+
+    core, dispatcher = make()
+    dispatcher.before_ready = interrupt
+    read = open_transfer(dispatcher, 1)
+    read._reads_into = 0
+    core.post(ended(1))
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.poll(0)
+    assert isinstance(read.exception(0), InternalError)
+
+
+def test_an_end_that_is_not_understood_is_an_end() -> None:
+    core, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(2)]
+    core.post((*ended(0, 1)[:5], (), [], (0, 0, 0)), ended(1))
+    dispatcher.poll(0)
+    with pytest.raises(InternalError, match="not understood: ValueError"):
+        transfers[0].result(0)
+    assert transfers[1].result(0) is None
+
+
+def test_what_was_open_at_the_end_keeps_no_memory() -> None:
+    _, dispatcher = make()
+    transfer = open_transfer(dispatcher, 1)
+    transfer._keep = bytearray(8)
+    dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+    assert transfer._keep is None
+
+
 def test_what_nobody_knows_is_ignored() -> None:
     core, dispatcher = make()
     core.post(ended(77), (COUNTER, 9, 9, 9, True), (USER, 0, 5), (PEER_LOST, B, "silent"))
@@ -155,7 +214,11 @@ def test_kept_messages_are_bounded_also_empty_ones() -> None:
     assert dispatcher._waiting_bytes == 0
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1)])
+class Unwound(BaseException):
+    """As trio's Cancelled, gevent's GreenletExit and pytest's Failed are: none of the builtin kinds."""
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(1), Unwound(), KeyboardInterrupt()])
 def test_a_callback_that_raises_is_counted_and_the_rest_goes_on(error: BaseException) -> None:
     core, dispatcher = make(dispatch="thread")
     dispatcher.start()
@@ -203,9 +266,45 @@ def test_an_interrupted_poll_loses_nothing() -> None:
     core.post(message(b""), ended(1))
     with pytest.raises(KeyboardInterrupt):
         dispatcher.poll(0)
-    assert core.rung, "whoever waits for the descriptor must come back"
-    dispatcher.poll(0)
     assert transfer.done()
+    assert dispatcher.num_callback_errors == 0
+    dispatcher.poll(0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), Unwound(), KeyboardInterrupt()])
+def test_close_ends_everything_whatever_the_callbacks_raise(error: BaseException) -> None:
+    _, dispatcher = make()
+    transfers = [open_transfer(dispatcher, number) for number in range(3)]
+
+    def broken(_: object) -> None:
+        raise error
+
+    transfers[0].add_done_callback(broken)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            dispatcher.stop()
+    else:
+        dispatcher.stop()
+    assert all(isinstance(transfer.exception(0), ClosedError) for transfer in transfers)
+
+
+def test_a_close_that_is_interrupted_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, dispatcher = make(dispatch="thread")
+    dispatcher.start()
+    transfer = open_transfer(dispatcher, 1)
+    thread = dispatcher._thread
+    assert thread is not None
+
+    def interrupt(_timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_close_from_a_callback_keeps_what_had_ended_before() -> None:
@@ -219,6 +318,20 @@ def test_a_close_from_a_callback_keeps_what_had_ended_before() -> None:
     assert dispatcher._thread is not None
     dispatcher._thread.join(10)
     assert not dispatcher._thread.is_alive()
+
+
+def test_without_a_thread_it_stops_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    _, dispatcher = make(dispatch="thread")
+    transfer = open_transfer(dispatcher, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            dispatcher.start()
+    dispatcher.stop()
+    assert isinstance(transfer.exception(0), ClosedError)
 
 
 def test_a_stuck_callback_does_not_stop_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_kv.encoding import decode, encode
-from fabric_kv.errors import ProtocolError
+from fabric_kv.errors import ConfigError, ProtocolError
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +34,17 @@ records = st.builds(
 @given(records)
 def test_round_trip(record: Record) -> None:
     assert read(encode(b"TEST", 1, record)) == record
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    numbers = (np.int64(5), np.uint8(6))
+    assert read(encode(b"TEST", 1, Record("a", b"", numbers))).numbers == (5, 6)
+
+
+@pytest.mark.parametrize("number", [object(), 2**64, np.float32(1.0)])
+def test_what_has_no_bytes_is_refused_by_its_maker(number: Any) -> None:
+    with pytest.raises(ConfigError, match="this Record has no bytes: "):
+        encode(b"TEST", 1, Record("a", b"", (number,)))
 
 
 @given(records, st.data())

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
 
-from fabric_kv.errors import TransferError
-from fabric_kv.futures import Completion
+from fabric_kv import errors
+from fabric_kv.errors import (
+    ConfigError,
+    FabricKVError,
+    SharingError,
+    TransferError,
+    TransferTimeoutError,
+    WouldBlockError,
+)
+from fabric_kv.futures import Completion, fresh
 
 
 class OwnTimeoutError(TimeoutError):
@@ -39,9 +50,116 @@ def test_fails_once() -> None:
     error = TransferError("broken", transfer_id=7)
     assert thing._fail(error)
     assert not thing._succeed(1)
-    assert thing.exception() is error
+    kept = thing.exception()
+    assert (type(kept), str(kept)) == (TransferError, "broken")
     with pytest.raises(TransferError, match="broken"):
         thing.result()
+
+
+class Held:
+    """Something that a frame refers to."""
+
+
+def test_a_handled_error_keeps_nothing_of_whoever_handled_it() -> None:
+    thing = Thing()
+    thing._fail(TransferError("broken"))
+
+    def handle(wait: Any) -> weakref.ref[Held]:
+        held = Held()
+        with contextlib.suppress(TransferError):
+            wait(held)
+        return weakref.ref(held)
+
+    def raise_it(_: Held) -> None:
+        error = thing.exception()
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error
+
+    async def await_it() -> None:
+        await thing
+
+    assert handle(lambda _: thing.result())() is None
+    assert handle(raise_it)() is None
+    awaited = handle(lambda _: asyncio.run(await_it()))
+    gc.collect()  # what asyncio leaves behind
+    assert awaited() is None
+
+
+def test_each_wait_raises_an_error_of_its_own() -> None:
+    thing = Thing()
+    thing._fail(TransferError("broken"))
+    lengths: list[int] = []
+    for _ in range(3):
+        with pytest.raises(TransferError) as caught:
+            thing.result()
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths)) == 1, "each has only its own frames"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransferError("broken", transfer_id=7, peer="ab", failed_pages=[(0, 1, 2)]),
+        TransferTimeoutError("late", reason="timeout"),
+        SharingError("gone", path="/run/x", reason="gone"),
+        WouldBlockError("full", limit=3),
+        *(getattr(errors, name)("text") for name in errors.__all__),
+        ValueError("a", 2),
+        FileNotFoundError(2, "no such file", "/x"),
+        asyncio.CancelledError("stopped"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_copy_has_all_that_the_error_has(error: BaseException) -> None:
+    error.add_note("seen at the peer")
+    error.extra = 5  # type: ignore[attr-defined]
+    error.__cause__, error.__context__ = ValueError("cause"), KeyError("context")
+    copied = fresh(error)
+    assert copied is not error
+    assert type(copied) is type(error)
+    assert str(copied) == str(error)
+    assert copied.args == error.args
+    assert vars(copied) == vars(error)
+    assert (copied.__cause__, copied.__context__) == (error.__cause__, error.__context__)
+    assert copied.__suppress_context__
+    if isinstance(error, FabricKVError):
+        assert all(getattr(copied, name) == getattr(error, name) for name in error._fields)
+    if isinstance(error, OSError):
+        assert (copied.errno, copied.filename) == (error.errno, error.filename)  # type: ignore[attr-defined]
+
+
+class OddError(FabricKVError):
+    """One that cannot be made of its args, as a user's subclass may be."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_subclasses_that_are_made_otherwise_are_copied_too() -> None:
+    error = OddError(code=3)
+    copied = fresh(error)
+    assert copied is not error
+    assert (type(copied), str(copied), copied.args, copied.code) == (OddError, "code 3", ("code 3",), 3)
+
+
+def test_a_timeout_that_is_no_number() -> None:
+    thing = Thing()
+    for wait in (thing.result, thing.exception):
+        with pytest.raises(ConfigError, match="timeout='1' must be a number of seconds"):
+            wait("1")  # type: ignore[arg-type]
+    thing._succeed(1)
+
+
+def test_a_copy_says_where_the_error_came_from() -> None:
+    try:
+        raise ValueError
+    except ValueError as raised:
+        error = raised
+    assert fresh(error).__traceback__ is error.__traceback__
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001, -1.0])
@@ -92,7 +210,13 @@ def test_callbacks_get_the_thing_each_once() -> None:
     assert got == [thing] * 3
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), SystemExit(3), asyncio.CancelledError()])
+class Unwound(BaseException):
+    """As trio's Cancelled, gevent's GreenletExit and pytest's Failed are: none of the builtin kinds."""
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bug"), SystemExit(3), asyncio.CancelledError(), GeneratorExit(), Unwound()]
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_callback_that_raises_is_logged_counted_and_stops_nothing(
     error: BaseException, late: bool, caplog: pytest.LogCaptureFixture
@@ -114,6 +238,47 @@ def test_a_callback_that_raises_is_logged_counted_and_stops_nothing(
     assert counted == [1]
     assert "a callback of" in caplog.text
     assert caplog.records[0].name == "fabric_kv"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_in_a_callback_comes_through_when_all_others_know(late: bool) -> None:
+    thing = Thing()
+    counted: list[int] = []
+    thing._count_callback_error = lambda: counted.append(1)
+    got: list[Any] = []
+
+    def interrupt(_: Thing) -> None:
+        raise KeyboardInterrupt
+
+    if late:
+        thing._succeed(1)
+        with pytest.raises(KeyboardInterrupt):
+            thing.add_done_callback(interrupt)
+        thing.add_done_callback(got.append)
+    else:
+        thing.add_done_callback(interrupt)
+        thing.add_done_callback(got.append)
+        with pytest.raises(KeyboardInterrupt):
+            thing._succeed(1)
+    assert got == [thing]
+    assert thing.result(0) == 1
+    assert not counted
+
+
+def test_a_keyboard_interrupt_that_is_not_the_users_is_a_callback_error() -> None:
+    thing = Thing()
+    counted: list[int] = []
+    thing._count_callback_error = lambda: counted.append(1)
+
+    def interrupt(_: Thing) -> None:
+        raise KeyboardInterrupt
+
+    thing.add_done_callback(interrupt)
+    thread = threading.Thread(target=thing._succeed, args=(1,))
+    thread.start()
+    thread.join()
+    assert thing.result(0) == 1
+    assert counted == [1]
 
 
 def test_await() -> None:

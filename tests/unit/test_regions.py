@@ -14,9 +14,10 @@ EPOCH = bytes(range(16))
 REGION = RemoteRegion(EPOCH, 3, 6 << 30, (4 << 30, 6 << 30), (((0, 1), (5, 6)), ((2**64 - 1, 2**63), (7, 8))))
 ADDRESS = EngineAddress(EPOCH, ((b"\x02\x00\x1f\x90\x7f\x00\x00\x01" + bytes(8),), (b"fi_shm://42\x00", b"x")))
 SEEN = EngineAddress(EPOCH, ((b"x",),), ProcessIdentity(EPOCH, 42, 1 << 40))
+TOKEN = CounterToken(131070, 31, 4096, 2)
 
-# Bytes as first released: regions of version 1, addresses of version 2. A change here breaks every peer of another
-# version: raise VERSION instead.
+# Bytes as first released: regions and tokens of version 1, addresses of version 2. A change here breaks every peer of
+# another version: raise VERSION instead.
 GOLDEN_REGION = bytes.fromhex(
     "464b56520100"
     "95"
@@ -55,6 +56,8 @@ GOLDEN_SEEN = bytes.fromhex(
     "cf0000010000000000"
 )
 
+GOLDEN_TOKEN = bytes.fromhex("464b5643010094ce0001fffe1fcd100002")
+
 epochs = st.binary(min_size=16, max_size=16)
 u64 = st.integers(0, 2**64 - 1)
 
@@ -74,6 +77,11 @@ addresses = st.builds(
         st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=8).map(tuple), min_size=1, max_size=8
     ).map(tuple),
     st.none() | st.builds(ProcessIdentity, epochs, st.integers(1, 2**31 - 1), st.integers(0, 2**63 - 1)),
+)
+
+
+tokens = st.builds(
+    CounterToken, st.integers(0, 2**17 - 2), st.integers(0, 31), st.integers(1, 2**63 - 1), st.integers(0, 63)
 )
 
 
@@ -115,9 +123,10 @@ def test_processes_out_of_range_are_refused(process: object) -> None:
 
 
 def test_golden_bytes_of_a_token() -> None:
-    token = CounterToken(131070, 31, 4096, 2)
-    assert msgspec.msgpack.encode(token) == bytes.fromhex("94ce0001fffe1fcd100002")
-    assert token.native() == (131070, 31, 4096)
+    assert TOKEN.to_bytes() == GOLDEN_TOKEN
+    assert CounterToken.from_bytes(GOLDEN_TOKEN) == TOKEN
+    assert msgspec.msgpack.encode(TOKEN) == GOLDEN_TOKEN[6:], "as messages carry it"
+    assert TOKEN.native() == (131070, 31, 4096)
 
 
 @given(remote_regions())
@@ -132,10 +141,19 @@ def test_addresses_survive_the_wire(address: EngineAddress) -> None:
     assert EngineAddress.from_bytes(address.to_bytes()) == address
 
 
+@given(tokens)
+def test_tokens_survive_the_wire(token: CounterToken) -> None:
+    data = token.to_bytes()
+    assert len(data) <= CounterToken.MAX_BYTES
+    assert CounterToken.from_bytes(data) == token
+
+
 def test_the_newer_side_is_named() -> None:
     newer = GOLDEN_REGION[:4] + b"\x02\x00" + GOLDEN_REGION[6:]
     with pytest.raises(ProtocolError, match="remote region: the peer speaks version 2, this side speaks 1"):
         RemoteRegion.from_bytes(newer)
+    with pytest.raises(ProtocolError, match="counter token: the peer speaks version 2, this side speaks 1"):
+        CounterToken.from_bytes(GOLDEN_TOKEN[:4] + b"\x02\x00" + GOLDEN_TOKEN[6:])
 
 
 def test_one_is_not_taken_for_the_other() -> None:
@@ -143,6 +161,10 @@ def test_one_is_not_taken_for_the_other() -> None:
         RemoteRegion.from_bytes(GOLDEN_ADDRESS)
     with pytest.raises(ProtocolError, match="FKVR"):
         EngineAddress.from_bytes(GOLDEN_REGION)
+    with pytest.raises(ProtocolError, match="FKVR"):
+        CounterToken.from_bytes(GOLDEN_REGION[:50])
+    with pytest.raises(ProtocolError, match="counter token: expected bytes, got CounterToken"):
+        CounterToken.from_bytes(TOKEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +206,30 @@ def test_addresses_out_of_range_are_refused(groups: object) -> None:
         EngineAddress.from_bytes(data)
 
 
-@pytest.mark.parametrize("token", [(2**17 - 1, 0, 1, 0), (0, 32, 1, 0), (0, 0, 0, 0), (0, 0, 1, 64), (-1, 0, 1, 0)])
-def test_tokens_out_of_range_are_refused(token: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "token",
+    [
+        (2**17 - 1, 0, 1, 0),
+        (0, 32, 1, 0),
+        (0, 0, 0, 0),
+        (0, 0, 2**63, 0),
+        (0, 0, 1, 64),
+        (-1, 0, 1, 0),
+        (0, 0),
+        (0, 0, 1.5, 0),
+        (0, "0", 1, 0),
+        {},
+        7,
+    ],
+)
+def test_tokens_out_of_range_are_refused(token: object) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=CounterToken)
+    with pytest.raises(ProtocolError, match="counter token: "):
+        CounterToken.from_bytes(CounterToken.MAGIC + b"\x01\x00" + msgspec.msgpack.encode(token))
 
 
-@given(st.sampled_from([GOLDEN_REGION, GOLDEN_ADDRESS, GOLDEN_SEEN]), st.data())
+@given(st.sampled_from([GOLDEN_REGION, GOLDEN_ADDRESS, GOLDEN_SEEN, GOLDEN_TOKEN]), st.data())
 def test_any_damage_is_refused_or_still_in_range(golden: bytes, data: st.DataObject) -> None:
     damaged = bytearray(golden)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -203,6 +242,15 @@ def test_any_damage_is_refused_or_still_in_range(golden: bytes, data: st.DataObj
             continue
         assert len(parsed.epoch) == 16
         assert cls.from_bytes(parsed.to_bytes()) == parsed
+    try:
+        token = CounterToken.from_bytes(bytes(damaged))
+    except ProtocolError:
+        return
+    assert 0 <= token.slot < 2**17 - 1
+    assert 0 <= token.generation < 32
+    assert 0 < token.unit_bytes < 2**63
+    assert 0 <= token.group < 64
+    assert CounterToken.from_bytes(token.to_bytes()) == token
 
 
 def test_oversized_bytes_are_refused_unparsed() -> None:
@@ -210,3 +258,5 @@ def test_oversized_bytes_are_refused_unparsed() -> None:
         RemoteRegion.from_bytes(GOLDEN_REGION + bytes(64 << 20))
     with pytest.raises(ProtocolError, match="above the limit of 1048576"):
         EngineAddress.from_bytes(GOLDEN_ADDRESS + bytes(1 << 20))
+    with pytest.raises(ProtocolError, match="above the limit of 64"):
+        CounterToken.from_bytes(GOLDEN_TOKEN + bytes(64))

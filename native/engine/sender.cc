@@ -173,7 +173,7 @@ bool Sender::anything_outstanding() const {
 
 void Sender::on_sent(Rail& rail, Op* op, std::int64_t now) {
     rail.stats.completions.add(1);
-    op->link->works();
+    if (op->link->avoided_for_ns) op->link->works();
     if (op->kind == Op::Kind::kWrite) {
         const auto us = static_cast<std::uint64_t>(now - op->posted_ns) / 1000;
         rail.stats.write_latency.add(us);

@@ -3,11 +3,11 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <vector>
 
+#include "ofi/signals.h"
 #include "ofi/universe.h"
 
 namespace fkv::ofi {
@@ -27,30 +27,6 @@ void resolve(void* handle, const char* name, F& out, const std::string& path) {
     out = reinterpret_cast<F>(dlsym(handle, name));
     if (!out) throw Error(ErrorKind::kFabric, path + " has no symbol " + name + ": it is not a usable libfabric");
 }
-
-// Keeps the process's signal handlers: Debian's libfabric brings libinfinipath along, which on loading takes SIGINT,
-// SIGTERM, SIGSEGV and others for itself, prints a backtrace and exits. Ctrl-C would not reach Python any more.
-class KeptSignals {
-  public:
-    KeptSignals() {
-        for (int number = 1; number < kCount; ++number)
-            known_[number] = sigaction(number, nullptr, &saved_[number]) == 0;
-    }
-    ~KeptSignals() {
-        for (int number = 1; number < kCount; ++number) {
-            struct sigaction now{};
-            if (known_[number] && sigaction(number, nullptr, &now) == 0 && now.sa_handler != saved_[number].sa_handler)
-                sigaction(number, &saved_[number], nullptr);
-        }
-    }
-    KeptSignals(const KeptSignals&) = delete;
-    KeptSignals& operator=(const KeptSignals&) = delete;
-
-  private:
-    static constexpr int kCount = 32;  // real-time signals are left alone
-    struct sigaction saved_[kCount]{};
-    bool known_[kCount] = {};
-};
 
 Library load() {
     const KeptSignals kept_signals;

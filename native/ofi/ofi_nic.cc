@@ -29,6 +29,7 @@
 #include "ofi/layers.h"
 #include "ofi/neighbours.h"
 #include "ofi/registrations.h"
+#include "ofi/signals.h"
 
 namespace fkv::ofi {
 namespace {
@@ -167,8 +168,10 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
         attr.type = info_->domain_attr->av_type == FI_AV_UNSPEC ? FI_AV_TABLE : info_->domain_attr->av_type;
         return fi_av_open(domain_.get(), &attr, out, nullptr);
     });
-    endpoint_ = open<fid_ep>("fi_endpoint",
-                             [&](fid_ep** out) { return fi_endpoint(domain_.get(), info_.get(), out, nullptr); });
+    endpoint_ = open<fid_ep>("fi_endpoint", [&](fid_ep** out) {
+        const EndpointSignals kept_signals;
+        return fi_endpoint(domain_.get(), info_.get(), out, nullptr);
+    });
     auto check = [&](const char* op, int rc) {
         if (rc) throw call_failed(op, rc, facts_.provider, facts_.domain);
     };

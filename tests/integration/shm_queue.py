@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -59,12 +60,14 @@ def held_lock(name: str) -> Iterator[None]:
 
 
 def stays_taken(queue: Path) -> bool:
-    """Whether nobody releases the lock: its owner and others take it only for moments."""
-    for _ in range(5):
-        if read_lock(queue) > 0:
-            return False
-        time.sleep(0.001)
-    return True
+    """Whether nobody releases the lock: others and its owner take it for moments. A queue that is gone has none."""
+    with contextlib.suppress(FileNotFoundError):
+        for _ in range(5):
+            if read_lock(queue) > 0:
+                return False
+            time.sleep(0.001)
+        return True
+    return False
 
 
 def stop_without_locks(victim: int, pids: Iterable[int]) -> None:

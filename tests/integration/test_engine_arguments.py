@@ -238,7 +238,7 @@ def test_numbers_that_are_none(pair: Pair) -> None:
                 with pytest.raises(ConfigError, match=f"{name}=.* must be an integer"):
                     call()
         with pytest.raises(ConfigError, match=r"offset=.* must be an integer"):
-            pair.src.unstage(bad)
+            pair.src.unstage(bad, 1)
     for bad in ("1", None):
         with pytest.raises(ConfigError, match=r"timeout_s=.* must be a number of seconds"):
             pair.engine.fence(pair.peer, timeout_s=bad)

@@ -207,7 +207,7 @@ class Poster:
 
         if item.watch is not None and self._num_open >= self._max_waiting and item.outflow.may_post:
             return False
-        return self._try_post(item.outflow, submit, slot=None, pages=item)
+        return self._try_post(item.outflow, submit, slot=None, pages=item if self._sources else None)
 
     def _post_tail(self, item: TailSubmission) -> bool:
         tails = self._tails
@@ -278,9 +278,10 @@ class Poster:
             self._num_open -= 1
         self._free_slot(slot)
         error = transfer.exception(0)
-        if self._sources is not None and pages is not None and error is None:
-            changed = self._sources.changed(pages)
-            error = None if changed is None else SourcesChangedError(changed)
+        if self._sources is not None and pages is not None:
+            changed = self._sources.changed(pages) if error is None else None
+            error = error if changed is None else SourcesChangedError(changed)
+            pages.watch = None  # whoever owns its word may want to unmap that
         self._on_retired(outflow, error)
         self.retry()
 

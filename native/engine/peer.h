@@ -25,6 +25,7 @@ struct Peer {
         static constexpr std::int64_t kAvoidedNs = 100 * kMillisecond, kLongestAvoidedNs = 2 * kSecond;
         // An operation has failed. The others in flight do so, too, which says nothing new.
         void failed(std::int64_t now) {
+            has_failed = true;
             if (avoided_for_ns && !tried) return;
             avoided_for_ns = std::clamp(2 * avoided_for_ns, kAvoidedNs, kLongestAvoidedNs);
             avoided_until_ns = now + avoided_for_ns;
@@ -57,8 +58,11 @@ struct Peer {
         // What fails at once has nothing in flight and would take everything: after a failure others go first for a
         // while, longer each time, and one write tries it again.
         std::int64_t avoided_until_ns = 0;
-        std::int64_t avoided_for_ns = 0;    // 0: the last one did not fail
-        bool tried = false;                 // again, and it is not known yet how that went
+        std::int64_t avoided_for_ns = 0;  // 0: the last one did not fail
+        bool tried = false;               // again, and it is not known yet how that went
+        // An operation has failed since we know the peer. Where that breaks the connection, and the next post makes
+        // another one, a flush on that says nothing of what the broken one still holds.
+        bool has_failed = false;
         std::int64_t last_progress_ns = 0;  // the last completion, or the first post after idleness
         std::int64_t reported_ns = 0;       // when it was last said that nothing completes
         // Since when the NIC takes nothing, with nothing in flight that could make room; 0: it does. A NIC that cannot

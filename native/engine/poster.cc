@@ -344,6 +344,14 @@ PostResult Poster::post_on_all_rails(Transfer& transfer, std::int64_t now) {
                                "the rail does not keep writes in order, so a flush proves nothing"});
                 return PostResult::kFailed;
             }
+            // Where a failed write stops the next, nothing is left of what was posted before it.
+            if (transfer.kind == Transfer::Kind::kFlush && link.has_failed && !rail.info().fail_stop) {
+                transfer.fail(
+                    {0, 0, "flush", rail.info().provider, rail.info().domain,
+                     "an operation to the peer has failed on this rail: its connection may be another one now, "
+                     "which proves nothing of what was written on the one before"});
+                return PostResult::kFailed;
+            }
             WriteOp write{};
             // Not to connect: it needs no proof, and a write of nothing that asks for one stops shm 1.17.
             write.delivered = transfer.kind == Transfer::Kind::kFlush;

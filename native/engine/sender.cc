@@ -195,6 +195,7 @@ void Sender::on_failed(Rail& rail, Op* op, OpError error, std::int64_t now) {
 
 void Sender::on_unattributed(Rail& rail, const OpError& error) {
     rail.for_each_in_flight([&](Op& op) {
+        op.link->has_failed = true;
         if (op.transfer) op.transfer->fail(error);
     });
 }

@@ -252,6 +252,32 @@ TEST_F(EngineEnd, a_flush_refuses_where_order_is_not_granted) {
     EXPECT_EQ(outcome, Outcome::kFailed);
 }
 
+// What was reported done may still be on its way over a connection that has broken since.
+TEST_F(EngineEnd, a_flush_refuses_where_a_connection_may_be_another_one) {
+    for (const bool stops : {false, true}) {
+        Cluster other(cluster.fabric.seed());
+        const auto profile = stops ? FakeProfile::connected() : FakeProfile::tcp();
+        auto& from = other.add({.rails = {1}, .profile = profile});
+        auto& to = other.add({.rails = {1}, .profile = profile});
+        const auto flush = [&] {
+            const auto id =
+                from.engine->submit_on_all_rails(Transfer::Kind::kFlush, from.peer(to), to.remotes[0], 0)->id;
+            EXPECT_TRUE(other.wait([&] { return from.ended(id); })) << other.where();
+            return from.outcome(id);
+        };
+        EXPECT_EQ(flush(), Outcome::kOk);
+        // On TCP most are reported done all the same.
+        const auto rule =
+            other.fabric.add_rule({.step = Step::kLeave, .times = Rule::kAlways, .action = Action::kFail});
+        ASSERT_TRUE(other.wait([&] {
+            const auto id = from.write(to, 0, 0, 64);
+            return other.wait([&] { return from.ended(id); }) && from.outcome(id) == Outcome::kFailed;
+        })) << other.where();
+        other.fabric.release(rule);
+        EXPECT_EQ(flush(), stops ? Outcome::kOk : Outcome::kFailed);
+    }
+}
+
 TEST_F(EngineEnd, every_rail_is_reached_before_the_first_write) {
     Cluster other(cluster.fabric.seed());
     auto& from = other.add({.rails = {3}, .profile = FakeProfile::strict()});

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Generator
 
 import hypothesis
@@ -34,6 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Whoever runs us in the background of a shell without job control has it ignored, and so would all processes that
+    # tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "FABRIC_KV_SEED" in os.environ and config.getoption("--hypothesis-seed", None) is None:
         config.option.__dict__["--hypothesis-seed"] = str(SEED)
 

@@ -317,7 +317,7 @@ class Round:
 
 @pytest.fixture
 def house(provider: Any, seed: int) -> Iterator[House]:
-    with Nursery() as nursery:
+    with Nursery(provider.name) as nursery:
         house = House(provider, nursery, seed)
         yield house
         house.engine.close()

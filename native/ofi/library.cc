@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <mutex>
@@ -50,6 +51,7 @@ Library load() {
                 "\nHint: install it (Debian and Ubuntu: apt-get install libfabric1; AWS: the EFA installer), or "
                 "set FABRIC_KV_LIBFABRIC_HOME to its prefix");
     Library lib{};
+    lib.process = getpid();
     link_map* map = nullptr;
     if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map) lib.path = map->l_name;
     resolve(handle, "fi_getinfo", lib.getinfo, lib.path);

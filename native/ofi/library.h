@@ -6,6 +6,7 @@
 #pragma once
 
 #include <rdma/fabric.h>
+#include <sys/types.h>
 
 #include <cstdint>
 #include <string>
@@ -17,6 +18,7 @@ namespace fkv::ofi {
 struct Library {
     std::string path;
     std::uint32_t version;  // fi_version(3), of the loaded library
+    pid_t process;          // that loaded it; its children by fork() have it, too
 
     decltype(&::fi_getinfo) getinfo;
     decltype(&::fi_freeinfo) freeinfo;

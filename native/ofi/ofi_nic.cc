@@ -139,6 +139,23 @@ std::string name_of(std::span<const std::byte> address) {
     return std::string(text.substr(0, text.find('\0')));
 }
 
+// libfabric opens RDMA devices when it is first used, and keeps them. A child by fork() can open endpoints on them as
+// well, but their connections never stand.
+void refuse_in_fork(const NicInfo& facts) {
+    const auto opener = Library::get().process;
+    if (opener == getpid() || !facts.provider.starts_with("verbs")) return;
+    OpError detail;
+    detail.op = "open";
+    detail.provider = facts.provider;
+    detail.nic = facts.domain;
+    throw Error(ErrorKind::kFabric,
+                facts.provider + " NIC " + facts.domain + " cannot be opened in process " + std::to_string(getpid()) +
+                    ": it was forked after process " + std::to_string(opener) +
+                    " had used libfabric, whose RDMA devices serve only the process that opened them. Hint: start "
+                    "processes by spawn, or fork before anything of fabric_kv is used",
+                std::move(detail));
+}
+
 template <typename F, typename Open>
 Fid<F> OfiNic::open(const char* what, Open&& call, const std::string& hint) {
     F* object = nullptr;
@@ -154,6 +171,7 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
       cq_(nullptr, Closer{"completion queue"}),
       av_(nullptr, Closer{"address table"}),
       endpoint_(nullptr, Closer{"endpoint"}) {
+    refuse_in_fork(facts_);
     // Else a thread of rxm's puts a new connection in a broken one's place at any time, also between two posts.
     if (facts_.fail_stop) info_->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     info_->tx_attr->size = facts_.tx_depth;

@@ -164,6 +164,11 @@ class Node:
         self.transfers += [self.engine.submit(self.peer, [piece], token=token) for _ in range(count)]
         return len(self.transfers)
 
+    def ends(self) -> list[str]:
+        """How the transfers that were left on their way have ended: ``done``, or the name of the error."""
+        errors = [transfer.exception(LONG) for transfer in self.transfers]
+        return [type(error).__name__ if error else "done" for error in errors]
+
     def obey(self) -> None:
         """From now on messages are WriteOrders; the writes begin in the callback."""
         self.engine.on_message(self._obey)

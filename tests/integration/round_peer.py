@@ -1,6 +1,6 @@
 """Peers to be killed by the dozen: forked, in a few milliseconds, by a process that has imported everything.
 
->>> with Nursery() as nursery:
+>>> with Nursery("tcp") as nursery:
 ...     peer = nursery.peer()                        # a PeerProcess whose node is a RoundNode
 ...     remote = peer.call("prepare", seed=7)
 """
@@ -126,11 +126,11 @@ class ForkedPeer(PeerProcess):
 class Nursery:
     """The process that forks them. It has no engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, provider: str) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
+                [sys.executable, "-m", __spec__.name, str(theirs.fileno()), provider],
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).parents[2],
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"},
@@ -154,7 +154,8 @@ class Nursery:
 
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
-    _native.list_offers("tcp")  # libfabric looks for its providers once, for 0.4 s
+    if sys.argv[2] != "verbs":  # of which the children would get nothing: docs/providers.md
+        _native.list_offers("tcp")  # libfabric looks for its providers once, for 0.4 s
     children: set[int] = set()
     while True:
         _, descriptors, _, _ = socket.recv_fds(requests, 16, 1)

@@ -24,6 +24,7 @@ from fabric_kv.regions import RemoteRegion
 from fabric_kv.transfers import Peer, Transfer
 
 from .engine_peer import CANARY, LONG, stamp
+from .fabrics import SLOWER
 from .round_house import CONNECT_S, SILENCE_S, WATCHFUL, House, settles
 from .round_peer import NBYTES, NUM_PAGES, PAGE, Nursery
 from .shm_queue import stop_without_locks
@@ -311,14 +312,14 @@ class Round:
 
 @pytest.fixture
 def house(provider: Any, seed: int) -> Iterator[House]:
-    with Nursery() as nursery:
+    with Nursery(provider.name) as nursery:
         house = House(provider, nursery, seed)
         yield house
         house.engine.close()
         house.other.close()
 
 
-@pytest.mark.timeout(60 + 10 * ROUNDS)
+@pytest.mark.timeout((60 + 10 * ROUNDS) * min(SLOWER, 4))
 def test_a_peer_is_harmed_at_every_step(house: House) -> None:
     before: dict[str, int] = {}
     for index in [int(ONLY)] if ONLY else range(WARM_UP + ROUNDS):

@@ -19,7 +19,8 @@ from fabric_kv.errors import ClosedError, TransferError
 from .engine_peer import LONG, left_open
 from .fabrics import nics_of, patient, with_rdma
 
-pytestmark = pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)  # shm has one NIC a name
+# shm has one NIC a name.
+with_threads = pytest.mark.parametrize("provider", with_rdma("tcp", "net"), indirect=True)
 PAGE = 4096
 PAGES = 1024
 
@@ -61,6 +62,14 @@ def exchange(a: Engine, b: Engine) -> list[int]:
     return [rail["bytes"] for rail in a.describe()["groups"][0]["rails"]]
 
 
+def exchange_over_all(a: Engine, b: Engine) -> None:
+    """Until each of a's NICs has moved something; it takes part once its connection stands."""
+    deadline = time.monotonic() + LONG
+    while not min(exchange(a, b)):
+        assert time.monotonic() < deadline, "a NIC has moved nothing"
+
+
+@with_threads
 @pytest.mark.parametrize("nics", [1, 2, 3])
 def test_data_and_messages_come_over_all_nics(provider: Any, nics: int) -> None:
     cpus = sorted(os.sched_getaffinity(0))[:1]
@@ -73,13 +82,15 @@ def test_data_and_messages_come_over_all_nics(provider: Any, nics: int) -> None:
         pinned = [name for name, task in threads if os.sched_getaffinity(task) == set(cpus)]
         assert len(cpus) == len(os.sched_getaffinity(0)) or sorted(pinned) == names[::2]
         assert a.describe()["groups"][0]["progress_threads"] == ("nic" if nics > 1 else "group")
-        for _ in range(3):
-            moved = exchange(a, b)
+        for _ in range(2):
+            exchange(a, b)
+        exchange_over_all(a, b)
         exchange(b, a)
-        assert min(moved) > 0
     assert not set(our_threads()) - before
 
 
+# Not on verbs, where libfabric may crash in the engine that is left: docs/providers.md.
+@pytest.mark.parametrize("provider", ["tcp", "net"], indirect=True)
 @pytest.mark.parametrize("nics", [2, 3])
 @pytest.mark.parametrize("first", ["sender", "receiver"])
 def test_engines_close_with_work_in_flight_in_any_order(provider: Any, nics: int, first: str) -> None:
@@ -101,6 +112,7 @@ def test_engines_close_with_work_in_flight_in_any_order(provider: Any, nics: int
             assert isinstance(transfer.exception(LONG), None | TransferError | ClosedError)
 
 
+@with_threads
 def test_twenty_engines_one_after_the_other_leave_nothing(provider: Any) -> None:
     def cycle() -> None:
         with open_engine(provider, 2) as a, open_engine(provider, 2) as b:
@@ -116,6 +128,7 @@ def test_twenty_engines_one_after_the_other_leave_nothing(provider: Any) -> None
     assert left_open() <= before
 
 
+@with_threads
 def test_a_peer_that_falls_silent_is_lost_and_one_that_idles_is_not(provider: Any) -> None:
     options = EngineOptions(progress_threads="nic", **patient(heartbeat_interval_s=0.05, heartbeat_misses=8))
     lost: list[bytes] = []
@@ -133,6 +146,7 @@ def test_a_peer_that_falls_silent_is_lost_and_one_that_idles_is_not(provider: An
         assert lost == [b.epoch]
 
 
+@with_threads
 def test_idle_engines_cost_almost_nothing(provider: Any, record_property: Callable[[str, object], None]) -> None:
     with open_engine(provider, 3) as a, open_engine(provider, 3) as b:
         exchange(a, b)

@@ -274,7 +274,7 @@ TEST_F(EngineEnd, a_flush_refuses_where_a_connection_may_be_another_one) {
             return other.wait([&] { return from.ended(id); }) && from.outcome(id) == Outcome::kFailed;
         })) << other.where();
         other.fabric.release(rule);
-        EXPECT_EQ(flush(), stops ? Outcome::kOk : Outcome::kFailed);
+        EXPECT_EQ(flush(), stops && !nic_threads() ? Outcome::kOk : Outcome::kFailed);  // threads of NICs hide it
     }
 }
 

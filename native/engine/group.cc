@@ -265,14 +265,10 @@ void Group::check_links(Rail& rail, std::int64_t now) {
     const auto& info = rail.info();
     for (const auto& [link, found] : held) {
         link->reported_ns = now;
-        Event event;
-        event.kind = Event::kHeldUp;
-        event.peer = found.peer;
-        event.transfers.assign(found.ids.begin(), found.ids.end());
-        event.error.text = info.provider + " NIC " + info.domain + " has completed nothing to the peer for " +
-                           std::to_string((now - link->last_progress_ns) / kMillisecond) + " ms with " +
-                           std::to_string(link->ops_in_flight) + " operations in flight";
-        events_->post(std::move(event));
+        tell_held_up(found.peer, {found.ids.begin(), found.ids.end()},
+                     info.provider + " NIC " + info.domain + " has completed nothing to the peer for " +
+                         std::to_string((now - link->last_progress_ns) / kMillisecond) + " ms with " +
+                         std::to_string(link->ops_in_flight) + " operations in flight");
     }
 }
 
@@ -285,14 +281,16 @@ void Group::check_waiting(std::int64_t now) {
     sender_.for_each_held_up(now, options_.stall_ns, [&](const Transfer& transfer, const std::string& why) {
         held[{transfer.peer->epoch, why}].push_back(transfer.id);
     });
-    for (auto& [found, ids] : held) {
-        Event event;
-        event.kind = Event::kHeldUp;
-        event.peer = found.first;
-        event.transfers = std::move(ids);
-        event.error.text = found.second;
-        events_->post(std::move(event));
-    }
+    for (auto& [found, ids] : held) tell_held_up(found.first, std::move(ids), found.second);
+}
+
+void Group::tell_held_up(const Epoch& peer, std::vector<std::uint64_t> transfers, std::string why) {
+    Event event;
+    event.kind = Event::kHeldUp;
+    event.peer = peer;
+    event.transfers = std::move(transfers);
+    event.error.text = std::move(why);
+    events_->post(std::move(event));
 }
 
 void Group::fault(Event::Kind kind, OpError error, std::uint64_t silent_ns, std::uint64_t outstanding_bytes) {

@@ -99,6 +99,7 @@ class Group {
     void check_stall(Rail& rail, std::int64_t now);
     void check_links(Rail& rail, std::int64_t now);
     void check_waiting(std::int64_t now);
+    void tell_held_up(const Epoch& peer, std::vector<std::uint64_t> transfers, std::string why);
     void fault(Event::Kind kind, OpError error, std::uint64_t silent_ns = 0, std::uint64_t outstanding_bytes = 0);
     void drain();
 

@@ -13,14 +13,14 @@ Step after(Step step) { return static_cast<Step>(static_cast<int>(step) + 1); }
 
 void World::advance(NicId poller) {
     ++clock;
-    // What failed since its last poll a NIC notices now: from here on it posts over another connection.
-    if (nics[poller].profile.reconnects)
-        for (auto& [pair, border] : broken)
-            if (pair.first == poller) border = std::min(border, stats.posts);
     for (auto& op : ops) {
         run_to_target(op, poller);
         run_to_source(op);
     }
+    // What failed up to now, in this very step too, the NIC has noticed: from here on it posts over another connection.
+    if (nics[poller].profile.reconnects)
+        for (auto& [pair, border] : broken)
+            if (pair.first == poller) border = std::min(border, stats.posts);
     std::erase_if(ops, [](const Op& op) { return op.target_done && op.source_done; });
 }
 

@@ -165,6 +165,9 @@ class DecodeRequests(DecodePeers):
                 self._poison.redeem(fetching.peer.epoch, fetching.generation, counted=True)
 
     def _on_message(self, epoch: bytes, message: wire.Message) -> None:
+        if isinstance(message, wire.HelloReply) and message.refusal == "other_incarnation":
+            self._on_other_incarnation(message)
+            return
         peer = self._peers.get(epoch)
         if peer is None:
             self._counts["unknown_peer"] += 1

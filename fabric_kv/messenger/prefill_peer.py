@@ -254,6 +254,14 @@ class DecodePeers(Messenger):
         peer._greeted = True
         self._answer(peer, None)
 
+    def _on_other_incarnation(self, reply: wire.HelloReply) -> None:
+        """Whoever has the address now answers for the engine that had it, and with its own name."""
+        asked = next((peer for peer in self._peers.values() if peer._session == reply.session), None)
+        if asked is None:
+            self._counts["late"] += 1
+        else:
+            self._on_reply(asked, reply)
+
     def _give_up(self, peer: PrefillPeer, error: FabricKVError) -> None:
         """End a handshake without success; nothing of the peer is kept."""
         if not peer._greeted and self._peers.get(peer.epoch) is peer:

@@ -64,6 +64,9 @@ class PrefillSessions(Messenger):
         raise NotImplementedError
 
     def _on_hello(self, epoch: bytes, hello: wire.Hello) -> None:
+        if hello.peer_epoch != self._engine.epoch:
+            self._on_hello_to_another(epoch, hello)
+            return
         old = self._sessions.get(epoch)
         if old is not None and hello.session <= max(old.number, old.seen.highest):
             self._counts["late"] += 1  # A duplicate: it was answered. Or a lie: numbers only grow.
@@ -75,8 +78,6 @@ class PrefillSessions(Messenger):
         if link is None:
             return
         try:
-            if hello.peer_epoch != self._engine.epoch:
-                raise Refusal("other_incarnation", "the address is that of an engine which is no more")
             if self._closing:
                 raise Refusal("closing", "the prefill side is closing")
             if len(self._sessions) >= self._admission.max_peers:
@@ -92,6 +93,21 @@ class PrefillSessions(Messenger):
         session.find_ways(ours if self._tails is None else [*ours, self._tails.region.remote])
         self._sessions[epoch] = session
         self._connect_rails(session, wire.HelloReply(hello.session, spec=self._spec.to_bytes()))
+
+    def _on_hello_to_another(self, epoch: bytes, hello: wire.Hello) -> None:
+        """It went to an engine whose address we have now: the session that its sender has with us goes on."""
+        reply = wire.HelloReply(
+            hello.session, "other_incarnation", "the address is that of an engine which is no more"
+        )
+        session = self._sessions.get(epoch)
+        if session is not None:
+            session.link.send(reply)
+        else:
+            link = None if self._too_many_partings() else self._open_link(epoch, hello.address)
+            if link is None:
+                return
+            self._part(link, reply)
+        self._counts["refused_hellos"] += 1
 
     def _connect_rails(self, session: Session, reply: wire.HelloReply) -> None:
         """Open the connections that pages will take, then answer; also where one cannot be opened in time."""

@@ -50,6 +50,14 @@ class ChildProcess:
             assert event["event"] not in ("gone", "crash"), event
             self.passed.append(event)
 
+    def wait_until_up(self):
+        """Its event "up", or the process is no more: who constructs it has nothing yet to close."""
+        try:
+            return self.wait_for("up")
+        except BaseException:
+            self.close()
+            raise
+
     def do(self, **command):
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()

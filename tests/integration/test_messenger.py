@@ -28,7 +28,7 @@ from fabric_kv.regions import EngineAddress
 
 from .child import LONG, ChildProcess
 from .engine_peer import wait_for
-from .fabrics import SLOWER, with_rdma
+from .fabrics import SLOWER, nics_of, with_rdma
 from .messenger_node import BOUNDS, LAYERS, DecodeNode, PrefillNode
 from .shm_queue import stop_without_locks
 
@@ -37,8 +37,9 @@ class Child(ChildProcess):
     """A node in a process of its own."""
 
     def __init__(self, role, tp_size=1, num_nics=1, provider="tcp"):
+        nics_of(provider, num_nics)  # where there are fewer the test is skipped, which a child cannot do
         super().__init__("messenger_node", role, str(tp_size), str(num_nics), provider)
-        self.address = bytes.fromhex(self.wait_for("up")["address"])
+        self.address = bytes.fromhex(self.wait_until_up()["address"])
 
 
 HERE = {"here": DecodeNode, "prefill here": PrefillNode}  # in this process
@@ -121,8 +122,15 @@ def test_warmup_connects_all_nics_of_several_peers(start):
 def test_warmup_tells_of_the_one_that_fails_and_keeps_the_others(start):
     prefill, decode = start("prefill"), start("here", 1)
     nobody = msgspec.structs.replace(EngineAddress.from_bytes(prefill.address), epoch=bytes(16)).to_bytes()
-    with pytest.raises(PeerUnreachableError):
+    with pytest.raises(PeerUnreachableError, match="is no more"):
         decode.messenger.warmup([prefill.address, nobody], LONG)
+    peer = decode.messenger.connect(prefill.address)
+    first = decode.submit(peer, 0, 333)
+    for order in [nobody, prefill.address], [prefill.address, nobody]:
+        with pytest.raises(PeerUnreachableError, match="is no more"):
+            decode.messenger.warmup(order, LONG)
+    assert decode.messenger.connect(prefill.address) is peer, "its session was ended"
+    decode.check(first, LONG)
     assert len(decode.messenger.state()["peers"]) == 1
 
 

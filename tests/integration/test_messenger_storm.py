@@ -30,7 +30,7 @@ class Node(ChildProcess):
 
     def __init__(self, role, tp_size, provider):
         super().__init__("messenger_node", role, str(tp_size), "1", provider)
-        self.address = self.wait_for("up")["address"]
+        self.address = self.wait_until_up()["address"]
 
     def stormed(self):
         """What the storm came to, or None so far."""

@@ -307,6 +307,31 @@ def test_a_hello_for_an_earlier_life_is_refused(sim, liar):
     assert sim.prefill_engine.monitored == {sim.decode_engine.epoch}
 
 
+def test_a_hello_for_an_earlier_life_leaves_the_session_alone(sim, liar):
+    """A decode engine that tries an old address of ours goes on with the requests that it has here."""
+    assert liar.hello().refusal is None
+    assert isinstance(liar.request(), wire.Accept)
+    reply = liar.hello(peer_epoch=b"x" * 16, session=11)
+    assert (reply.refusal, reply.session) == ("other_incarnation", 11)
+    assert len(sim.prefill.state()["peers"]) == 2
+    assert isinstance(liar.request(generation=11, request_id="another"), wire.Accept)
+
+
+def test_who_has_the_address_now_refuses_for_the_engine_that_had_it(sim):
+    gone = sim.fabric.engine()
+    future = sim.decode._begin_connect(gone.address, 1.0)
+    sim.settle()
+    (asked,) = (peer for peer in sim.decode._peers.values() if peer.epoch == gone.epoch)
+    for session in asked._session + 1, asked._session, asked._session:
+        refusal = wire.HelloReply(session, "other_incarnation", "the address is that of an engine which is no more")
+        sim.decode_engine.take_message(sim.prefill_engine.epoch, wire.encode(refusal))
+        sim.settle()
+    with pytest.raises(PeerUnreachableError, match="is no more"):
+        future.result(0)
+    assert sim.decode.state()["counts"]["late"] == 2
+    still_works(sim)
+
+
 def test_an_address_of_someone_else_is_not_used(sim, liar):
     assert liar.hello(address=sim.decode_engine.address) is None
     assert liar.hello(address=b"rubbish") is None

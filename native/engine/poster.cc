@@ -282,8 +282,6 @@ PostResult Poster::post_write_on(Transfer& transfer, Peer::Link& link, std::int6
     const auto result = rail.nic().post_write(write);
     if (sampled && result == PostResult::kOk) rail.stats.post_latency.add(static_cast<std::uint64_t>(now_ns() - begin));
     if (defers || transfer.batch.link) advance(transfer, link, defers, result);
-    if (result == PostResult::kOk) link.posted(now);
-    if (result == PostResult::kFailed) link.failed(now);
     return posted(result, op, rail, transfer);
 }
 
@@ -294,6 +292,8 @@ void book(PostResult result, Op* op, Rail& rail) {
     auto& link = *op->link;
     const auto now = op->posted_ns;
     if (result != PostResult::kOk) rail.free_op(op);
+    if (result == PostResult::kOk) link.posted(now);
+    if (result == PostResult::kFailed) link.failed(now);
     if (result != PostResult::kAgain || link.ops_in_flight > 0)
         link.refused_ns = 0;
     else if (link.refused_ns == 0)

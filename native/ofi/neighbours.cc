@@ -18,8 +18,9 @@ constexpr int kTries = 50;
 
 struct Neighbour::Street {
     std::mutex mutex;  // of members
-    std::map<std::string, Closed> members;
+    std::map<std::string, std::shared_ptr<Member>> members;
     std::atomic<std::size_t> size{0};
+    std::atomic<std::uint64_t> time{1};
     std::shared_timed_mutex work_mutex;
     std::mutex gate;  // whoever leaves closes it, lest busy neighbours keep work_mutex for ever
     std::atomic<bool> gate_closed{false};
@@ -36,7 +37,7 @@ Neighbour::Street& Neighbour::street() {
 
 Neighbour::Neighbour(std::string name) : name_(std::move(name)), street_(street()) {
     const std::lock_guard lock(street_.mutex);
-    street_.members[name_] = closed_;
+    street_.members[name_] = member_;
     ++street_.size;
 }
 
@@ -50,7 +51,21 @@ Neighbour::Closed Neighbour::find(const std::string& name) {
     auto& here = street();
     const std::lock_guard lock(here.mutex);
     const auto found = here.members.find(name);
-    return found == here.members.end() ? nullptr : found->second;
+    return found == here.members.end() ? nullptr : Closed(found->second, &found->second->closed);
+}
+
+std::uint64_t Neighbour::time() const { return street_.time.load(); }
+
+std::uint64_t Neighbour::move_on() { return ++street_.time; }
+
+std::vector<std::string> Neighbour::busy_before(std::uint64_t time, bool if_polled) const {
+    std::vector<std::string> busy;
+    const std::lock_guard lock(street_.mutex);
+    for (const auto& [name, member] : street_.members)
+        if (member != member_ && !member->gone.load() && member->idle_at.load() < time &&
+            (!if_polled || member->polled_at.load() >= time))
+            busy.push_back(name);
+    return busy;
 }
 
 std::shared_lock<std::shared_timed_mutex> Neighbour::at_work() const {

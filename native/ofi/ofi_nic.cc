@@ -77,6 +77,9 @@ class OfiNic final : public Nic {
     PostResult post(const char* op, PeerAddress peer, Call&& call);
     std::shared_lock<std::shared_timed_mutex> at_work() const;
     void await_connections();
+    void check_left(bool left) const;
+    void await_neighbours();
+    void discard();
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
     InfoPtr info_;
@@ -408,50 +411,83 @@ void OfiNic::await_connections() {
     }
 }
 
+void OfiNic::check_left(bool left) const {
+    if (!left)
+        throw Error(ErrorKind::kStuck, facts_.provider + " NIC " + facts_.domain +
+                                           " cannot be closed: a call of the provider has not returned on another one "
+                                           "of this process");
+}
+
+// What we have posted and answered is taken out of our neighbours' queues before ours is gone. They may close, too, so
+// ours is emptied meanwhile. Of those that nobody polls nothing is taken out: they are not waited for for long.
+void OfiNic::await_neighbours() {
+    constexpr int kPasses = 2;  // what finds a lock taken is left for the next poll
+    constexpr int kTries = 2000, kTriesUnpolled = 200;
+    if (!self_) return;
+    check_left(self_->retire());
+    discard();  // the last that they have posted is answered
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const auto time = self_->move_on();
+        auto busy = self_->busy_before(time);
+        if (bell_)
+            for (const auto& name : busy) bell_->ring(name);
+        for (int tries = 0; !busy.empty(); ++tries) {
+            if (tries == kTries) return;
+            discard();
+            busy = self_->busy_before(time, tries > kTriesUnpolled);
+            if (!busy.empty()) std::this_thread::sleep_for(std::chrono::microseconds(tries < 10 ? 50 : 1000));
+        }
+    }
+}
+
+// Reads until nothing comes any more.
+void OfiNic::discard() {
+    for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
+        const auto lock = at_work();
+        const auto time = self_ ? self_->time() : 0;
+        fi_cq_err_entry error{};
+        const auto n = fi_cq_read(cq_.get(), entries_.data(), entries_.size());
+        empty = n == -FI_EAGAIN ? empty + 1 : 0;
+        if (self_) self_->polled(time, empty > 0);
+        if (n == -FI_EAVAIL) fi_cq_readerr(cq_.get(), &error, 0);
+    }
+}
+
 void OfiNic::close_endpoint() {
     if (!endpoint_) return;
     await_connections();
+    await_neighbours();
     // rxm crashes when one of its own messages (a credit) is still unread as its connection closes: read first.
-    const auto read = [&] {
-        for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
-            const auto lock = at_work();
-            fi_cq_err_entry error{};
-            const auto n = fi_cq_read(cq_.get(), entries_.data(), entries_.size());
-            empty = n == -FI_EAGAIN ? empty + 1 : 0;
-            if (n == -FI_EAVAIL) fi_cq_readerr(cq_.get(), &error, 0);
-        }
-    };
-    read();
+    discard();
     // On verbs it crashes when something comes in while a connection closes. Without its key no peer writes data any
     // more: the first that tries breaks its connection, and with that what it has posted behind. rxm looks at the
     // descriptors of receives as long as messages come, so these registrations stay.
     if (facts_.fail_stop && facts_.nic_checks_keys) {
         registrations_->close_all(receive_descs_);
         for (int tries = 0; tries < 20; ++tries) {
-            read();
+            discard();
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
     }
     // It also crashes when a peer's write has arrived in part, since closing cancels that, but not when the connection
     // ends by itself: end it ourselves, and let it notice. What is in the kernel's buffers is still taken in.
     for (int tries = 0; tries < 200 && hang_up(facts_.wait_fd ? wait_fd_ : -1) > 0; ++tries) {
-        read();
+        discard();
         if (tries > 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (!self_) {
+    if (self_)
+        check_left(self_->leave([&] { endpoint_.reset(); }));
+    else
         endpoint_.reset();
-    } else if (!self_->leave([&] { endpoint_.reset(); })) {
-        throw Error(ErrorKind::kStuck, facts_.provider + " NIC " + facts_.domain +
-                                           " cannot be closed: a call of the provider has not returned on another one "
-                                           "of this process");
-    }
 }
 
 int OfiNic::poll(std::span<Completion> out) {
     // rxm reports errors of a closed endpoint, but crashes when asked what they mean.
     if (!endpoint_) return 0;
     const auto lock = at_work();
+    const auto time = self_ ? self_->time() : 0;
     const auto n = fi_cq_read(cq_.get(), entries_.data(), std::min(out.size(), entries_.size()));
+    if (self_) self_->polled(time, n == -FI_EAGAIN);
     if (n == -FI_EAGAIN) return 0;
     if (n < 0) return -1;
     for (ssize_t i = 0; i < n; ++i) {

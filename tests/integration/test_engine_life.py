@@ -42,6 +42,17 @@ def exchange(a: Engine, b: Engine) -> None:
     a.send(peer, b"hello").result(LONG)
 
 
+@pytest.mark.parametrize("turn", range(4))
+def test_engines_of_one_process_close_over_shm_while_they_still_talk(turn: int, seed: int, tmp_path: Path) -> None:
+    """What one has posted and answered is in the others' queues still: whoever took that out crashed."""
+    command = [sys.executable, "-m", f"{__package__}.shm_neighbours", str(seed + turn), "6"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LONG, env={**os.environ, "PYTHONPATH": str(root)}, cwd=tmp_path
+    )
+    assert done.returncode == 0, f"seed {seed + turn}: {done.stderr[-2000:]}"
+
+
 def test_eight_engines_at_once(provider: Any, spare_peers: list[PeerProcess]) -> None:
     peer = spare_peers.pop() if spare_peers else PeerProcess()
     peer.start("open", provider.name, provider.nics)

@@ -87,22 +87,6 @@ InfoPtr query(const std::string& provider, const HostPort& address, bool device_
     return InfoPtr(list);
 }
 
-// A real RDMA NIC, Soft-RoCE included, is one that the kernel's RDMA subsystem knows; no list of provider names to
-// maintain.
-bool is_rdma(const fi_info* info) {
-    std::vector<std::string> names;
-    if (info->nic && info->nic->device_attr && info->nic->device_attr->name)
-        names.push_back(info->nic->device_attr->name);
-    if (info->domain_attr->name) {
-        const std::string name = info->domain_attr->name;
-        names.push_back(name);
-        names.push_back(name.substr(0, name.rfind('-')));  // EFA calls its domains "rdmap0s6-rdm"
-    }
-    return std::any_of(names.begin(), names.end(), [](const std::string& name) {
-        return !name.empty() && access(("/sys/class/infiniband/" + name).c_str(), F_OK) == 0;
-    });
-}
-
 std::string pci_text(const fi_bus_attr* bus) {
     if (!bus || bus->bus_type != FI_BUS_PCI) return {};
     const auto& pci = bus->attr.pci;
@@ -179,6 +163,20 @@ bool is_loopback(const fi_info* info) {
 }
 
 }  // namespace
+
+bool is_rdma(const fi_info* info) {
+    std::vector<std::string> names;
+    if (info->nic && info->nic->device_attr && info->nic->device_attr->name)
+        names.push_back(info->nic->device_attr->name);
+    if (info->domain_attr->name) {
+        const std::string name = info->domain_attr->name;
+        names.push_back(name);
+        names.push_back(name.substr(0, name.rfind('-')));  // EFA calls its domains "rdmap0s6-rdm"
+    }
+    return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+        return !name.empty() && access(("/sys/class/infiniband/" + name).c_str(), F_OK) == 0;
+    });
+}
 
 std::string source_text(const fi_info* info) {
     if (!info->src_addr) return {};

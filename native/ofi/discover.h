@@ -37,5 +37,8 @@ struct Offer {
 std::vector<Offer> list_offers(const std::string& provider);
 
 std::string source_text(const fi_info* info);
+// A real RDMA NIC, Soft-RoCE included, is one that the kernel's RDMA subsystem knows; no list of provider names to
+// maintain.
+bool is_rdma(const fi_info* info);
 
 }  // namespace fkv::ofi

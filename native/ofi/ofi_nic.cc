@@ -144,9 +144,9 @@ std::string name_of(std::span<const std::byte> address) {
 
 // libfabric opens RDMA devices when it is first used, and keeps them. A child by fork() can open endpoints on them as
 // well, but their connections never stand.
-void refuse_in_fork(const NicInfo& facts) {
+void refuse_in_fork(const fi_info* info, const NicInfo& facts) {
     const auto opener = Library::get().process;
-    if (opener == getpid() || !facts.provider.starts_with("verbs")) return;
+    if (opener == getpid() || !is_rdma(info)) return;
     OpError detail;
     detail.op = "open";
     detail.provider = facts.provider;
@@ -174,7 +174,7 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
       cq_(nullptr, Closer{"completion queue"}),
       av_(nullptr, Closer{"address table"}),
       endpoint_(nullptr, Closer{"endpoint"}) {
-    refuse_in_fork(facts_);
+    refuse_in_fork(info_.get(), facts_);
     // Else a thread of rxm's puts a new connection in a broken one's place at any time, also between two posts.
     if (facts_.fail_stop) info_->domain_attr->data_progress = FI_PROGRESS_MANUAL;
     info_->tx_attr->size = facts_.tx_depth;

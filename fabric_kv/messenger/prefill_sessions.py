@@ -96,9 +96,7 @@ class PrefillSessions(Messenger):
 
     def _on_hello_to_another(self, epoch: bytes, hello: wire.Hello) -> None:
         """It went to an engine whose address we have now: the session that its sender has with us goes on."""
-        reply = wire.HelloReply(
-            hello.session, "other_incarnation", "the address is that of an engine which is no more"
-        )
+        reply = wire.HelloReply(hello.session, "other_incarnation", "the address is that of an engine which is no more")
         session = self._sessions.get(epoch)
         if session is not None:
             session.link.send(reply)

@@ -424,17 +424,18 @@ void OfiNic::await_neighbours() {
     constexpr int kPasses = 2;  // what finds a lock taken is left for the next poll
     constexpr int kTries = 2000, kTriesUnpolled = 200;
     if (!self_) return;
-    check_left(self_->retire());
+    auto& self = *self_;
+    check_left(self.retire());
     discard();  // the last that they have posted is answered
     for (int pass = 0; pass < kPasses; ++pass) {
-        const auto time = self_->move_on();
-        auto busy = self_->busy_before(time);
+        const auto time = self.move_on();
+        auto busy = self.busy_before(time);
         if (bell_)
             for (const auto& name : busy) bell_->ring(name);
         for (int tries = 0; !busy.empty(); ++tries) {
             if (tries == kTries) return;
             discard();
-            busy = self_->busy_before(time, tries > kTriesUnpolled);
+            busy = self.busy_before(time, tries > kTriesUnpolled);
             if (!busy.empty()) std::this_thread::sleep_for(std::chrono::microseconds(tries < 10 ? 50 : 1000));
         }
     }

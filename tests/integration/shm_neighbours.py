@@ -29,9 +29,7 @@ def move(dice, engines, nbytes):
             what = dice.choice(["write", "read", "send"])
             if what == "write":
                 counter = target.counter(unit_bytes=nbytes, expected_units=len(pages))
-                source.write_pages(
-                    peer, region, remote.remote, pages, pages, page_bytes=nbytes, token=counter.token
-                )
+                source.write_pages(peer, region, remote.remote, pages, pages, page_bytes=nbytes, token=counter.token)
             elif what == "read":
                 source.read_pages(peer, region, remote.remote, pages, pages, page_bytes=nbytes)
             else:

@@ -20,16 +20,12 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from .errors import ConfigError
 
-__all__ = ["CALLBACK_ERRORS", "Completion", "fresh", "is_interrupt"]
+__all__ = ["Completion", "fresh", "is_interrupt"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger("fabric_kv")
-
-# What a caller's code may raise without harm to others, on threads that tests run for themselves, too: what these are
-# stopped by (pytest.fail) must get through there.
-CALLBACK_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class Completion(Generic[T]):

@@ -13,6 +13,7 @@ turn by hand.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import itertools
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import ConfigError, InternalError
-from ..futures import CALLBACK_ERRORS
+from ..futures import is_interrupt
 
 __all__ = ["Actor", "ManualActor", "Timer"]
 
@@ -75,6 +76,10 @@ class Actor:
         self._stopping = False
         self._ended = False
         self.num_errors = 0
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether it goes on when a command, or a caller's code in one, raises this: whatever it is, but for Ctrl-C."""
+        return not is_interrupt(error)
 
     def now(self) -> float:
         """Seconds on the clock of the timers."""
@@ -241,7 +246,9 @@ class Actor:
     def _execute(self, command: Command) -> None:
         try:
             command()
-        except CALLBACK_ERRORS:  # One bad command must not end the thread.
+        except BaseException as error:  # One bad command must not end the thread.
+            if not self.survives(error):
+                raise
             self.num_errors += 1
             _log.exception("a command on thread %s failed", self._name)
 
@@ -255,6 +262,10 @@ class ManualActor(Actor):
     def __init__(self, name: str = "manual", clock: list[float] | None = None) -> None:
         super().__init__(name)
         self._clock = [0.0] if clock is None else clock
+
+    def survives(self, error: BaseException) -> bool:
+        """What stops a test (pytest.fail) stops its actor, too."""
+        return isinstance(error, Exception | SystemExit | asyncio.CancelledError)
 
     def now(self) -> float:
         """Seconds on the shared clock."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..config import Admission, Bounds
 from ..errors import ConfigError, FabricKVError, ProtocolError
-from ..futures import CALLBACK_ERRORS
 from ..sharding import CacheSpec
 from . import wire
 from .actor import Actor
@@ -140,9 +139,8 @@ class PrefillRequests(PrefillSessions):
             answer = self._scheduler.on_request(serving.request)
         except Reject as reject:
             answer = reject
-        except CALLBACK_ERRORS as error:  # It is the user's code: one request fails, the thread lives.
-            self._counts["callback_errors"] += 1
-            _log.exception("on_request failed for %s", serving.key_text)
+        except BaseException as error:  # noqa: BLE001  one request fails, the thread lives
+            self._survive(error, "on_request failed for %s", serving)
             answer = Reject(f"the scheduler failed: {type(error).__name__}")
         if answer is None:
             return Accepted()
@@ -266,9 +264,8 @@ class PrefillRequests(PrefillSessions):
                 self._scheduler.on_released(key)
             else:
                 self._scheduler.on_failed(key, error_of(serving))
-        except CALLBACK_ERRORS:
-            self._counts["callback_errors"] += 1
-            _log.exception("the scheduler failed at the end of %s", serving.key_text)
+        except BaseException as error:  # noqa: BLE001  as above
+            self._survive(error, "the scheduler failed at the end of %s", serving)
 
     def _tell_if_quiet(self, serving: Serving) -> None:
         """Give a preempted request's source pages back, if nothing reads them any more."""
@@ -280,9 +277,15 @@ class PrefillRequests(PrefillSessions):
         self._counts["preempted"] += 1
         try:
             on_quiet()
-        except CALLBACK_ERRORS:
-            self._counts["callback_errors"] += 1
-            _log.exception("on_quiet failed for %s", serving.key_text)
+        except BaseException as error:  # noqa: BLE001  as above
+            self._survive(error, "on_quiet failed for %s", serving)
+
+    def _survive(self, error: BaseException, what: str, serving: Serving) -> None:
+        """Count and log what the scheduler has raised."""
+        if not self._actor.survives(error):
+            raise error
+        self._counts["callback_errors"] += 1
+        _log.exception(what, serving.key_text)
 
     # --- The end ------------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,11 @@ def test_many_threads_lose_no_command_and_never_run_two_at_once(actor):
     assert actor.num_errors == 0
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+class Unwound(BaseException):
+    """As trio's Cancelled and gevent's GreenletExit are: none of the builtin kinds."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, Unwound])
 def test_a_command_that_raises_no_exception_does_not_end_the_thread(actor, error):
     def command():
         raise error
@@ -242,6 +246,29 @@ def test_threads_coroutines_and_callbacks_all_get_the_result(pair):
     assert thread in ("fabric_kv-decode", "memory-fabric")  # the latter stands for the engine's dispatcher
     with worker.ended:
         assert worker.ended.wait_for(lambda: sorted(worker.ends) == ["a", "b0", "b1"], LONG)
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, Unwound])
+def test_whatever_the_scheduler_raises_ends_one_request(pair, error, monkeypatch):
+    decode, worker = pair
+
+    def fail(*args):
+        raise error
+
+    def fail_at_end(key):
+        Worker.end(worker, key)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "on_request", fail)
+        assert f"the scheduler failed: {error.__name__}" in str(ask(decode).exception(LONG))
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "end", fail_at_end)
+        ask(decode, "b").result(LONG)
+        with worker.ended:
+            assert worker.ended.wait_for(lambda: worker.ends == ["b"], LONG)
+        assert worker.prefill.state()["counts"]["callback_errors"] == 2
+    assert ask(decode, "c").result(LONG)
 
 
 def test_a_wait_that_times_out_leaves_the_request_alone(pair):

@@ -23,6 +23,7 @@
 #include <string_view>
 #include <thread>
 
+#include "base/clock.h"
 #include "ofi/doorbell.h"
 #include "ofi/fid.h"
 #include "ofi/hang_up.h"
@@ -39,6 +40,8 @@ constexpr std::size_t kMaxDepth = 2048;
 
 // Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
 constexpr std::size_t kMaxName = 256;
+// Before connections end that end badly: read for so long, and until nothing has come for so long.
+constexpr std::int64_t kReadNs = 20 * kMillisecond, kQuietNs = 200 * kMillisecond;
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
@@ -77,6 +80,8 @@ class OfiNic final : public Nic {
     PostResult post(const char* op, PeerAddress peer, Call&& call);
     std::shared_lock<std::shared_timed_mutex> at_work() const;
     void await_connections();
+    // Whether rxm may read what has come in on a connection after it has freed that.
+    bool ends_badly() const { return facts_.fail_stop && facts_.nic_checks_keys; }
     void check_left(bool left) const;
     void await_neighbours();
     void discard();
@@ -97,6 +102,7 @@ class OfiNic final : public Nic {
     std::set<PeerAddress> connecting_;  // the last post to them was refused: they may not know us yet
     std::unique_ptr<Doorbell> bell_;    // where peers are of this host and the provider has no descriptor
     int wait_fd_ = -1;
+    std::int64_t came_ns_ = 0;  // when the last completions came, where a connection ends badly after that
     std::unique_ptr<Registrations> registrations_;
     std::set<void*> receive_descs_;  // of all receives that were ever posted
 };
@@ -421,7 +427,7 @@ void OfiNic::check_left(bool left) const {
 // What we have posted and answered is taken out of our neighbours' queues before ours is gone. They may close, too, so
 // ours is emptied meanwhile. Of those that nobody polls nothing is taken out: they are not waited for for long.
 void OfiNic::await_neighbours() {
-    constexpr int kPasses = 2;  // what finds a lock taken is left for the next poll
+    constexpr int kPasses = 4;  // what finds a lock taken, or a key that is refused, is left for the next poll
     constexpr int kTries = 2000, kTriesUnpolled = 200;
     if (!self_) return;
     auto& self = *self_;
@@ -462,10 +468,12 @@ void OfiNic::close_endpoint() {
     discard();
     // On verbs it crashes when something comes in while a connection closes. Without its key no peer writes data any
     // more: the first that tries breaks its connection, and with that what it has posted behind. rxm looks at the
-    // descriptors of receives as long as messages come, so these registrations stay.
-    if (facts_.fail_stop && facts_.nic_checks_keys) {
+    // descriptors of receives as long as messages come, so these registrations stay. A credit for what a peer has
+    // taken in comes when that peer gets to it.
+    if (ends_badly()) {
         registrations_->close_all(receive_descs_);
-        for (int tries = 0; tries < 20; ++tries) {
+        const auto until = std::max(now_ns() + kReadNs, came_ns_ + kQuietNs);
+        while (now_ns() < until) {
             discard();
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
@@ -491,6 +499,7 @@ int OfiNic::poll(std::span<Completion> out) {
     if (self_) self_->polled(time, n == -FI_EAGAIN);
     if (n == -FI_EAGAIN) return 0;
     if (n < 0) return -1;
+    if (ends_badly()) came_ns_ = now_ns();
     for (ssize_t i = 0; i < n; ++i) {
         const auto& entry = entries_[i];
         auto& completion = out[i];

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from ..config import Bounds
 from ..errors import ClosedError, ConfigError, FabricKVError, PeerUnreachableError, PlanError, ProtocolError
 from ..regions import EngineAddress
@@ -55,12 +57,13 @@ class PrefillPeer:
     plan: TransferPlan
     _picker: SourcePicker
 
-    def __init__(self, owner: DecodePeers, link: Link, session: int) -> None:
+    def __init__(self, owner: DecodePeers, link: Link, hello: wire.Hello) -> None:
         self._owner = owner
         self.epoch: bytes = link.peer.epoch
         self._link = link
-        self._session = session
-        self._next_generation = session
+        self._hello: wire.Hello | None = hello  # To be said once more if it is lost.
+        self._session = hello.session
+        self._next_generation = hello.session
         self._open: dict[int, Fetching] = {}
         self._gone: str | None = None  # Why no request can be sent any more.
         self.degraded: str | None = None
@@ -189,16 +192,8 @@ class DecodePeers(Messenger):
         native: Peer | None = None
         try:
             native = self._engine.add_peer(address, monitor=True)
-            session = max(self._last_number + 1, int(self._actor.now() * 1e9))
-            link = Link(
-                self._actor,
-                self._engine,
-                native,
-                on_broken=self._on_link_broken,
-                on_idle=lambda _: self._advance_close(),
-            )
             hello = wire.Hello(
-                session=session,
+                session=self._new_session(),
                 address=self._engine.address,
                 peer_epoch=epoch,
                 spec=self._spec.to_bytes(),
@@ -211,10 +206,22 @@ class DecodePeers(Messenger):
                 self._engine.remove_peer(native)
             future.set_exception(error)
             return
-        self._last_number = session
-        peer = self._peers[epoch] = PrefillPeer(self, link, session)
+        peer = self._peers[epoch] = PrefillPeer(self, self._link_to(native), hello)
         self._wait_for_reply(peer, address, bound, future)
-        link.send(hello)
+        peer._link.send(hello)
+
+    def _new_session(self) -> int:
+        self._last_number = max(self._last_number + 1, int(self._actor.now() * 1e9))
+        return self._last_number
+
+    def _link_to(self, peer: Peer) -> Link:
+        return Link(
+            self._actor,
+            self._engine,
+            peer,
+            on_broken=self._on_link_broken,
+            on_idle=lambda _: self._advance_close(),
+        )
 
     def _keys(self, region: MemoryRegion, peer: Peer) -> RemoteRegion:
         """What a peer is told of our memory: keys of its own where these can be taken back from it."""
@@ -251,7 +258,7 @@ class DecodePeers(Messenger):
         except FabricKVError as error:
             self._give_up(peer, error)
             return
-        peer._greeted = True
+        peer._greeted, peer._hello = True, None
         self._answer(peer, None)
 
     def _on_other_incarnation(self, reply: wire.HelloReply) -> None:
@@ -295,8 +302,16 @@ class DecodePeers(Messenger):
 
     def _on_link_broken(self, link: Link, reason: str) -> None:
         peer = self._peers.get(link.peer.epoch)
-        if peer is not None and peer._link is link:
+        if peer is None or peer._link is not link:
+            return
+        if peer._greeted or peer._hello is None or self._closing:
             self._on_peer_lost(peer.epoch, reason)
+            return
+        # What it went by may be what is left of a connection to an earlier session, and is gone now.
+        hello, peer._hello = msgspec.structs.replace(peer._hello, session=self._new_session()), None
+        peer._session = peer._next_generation = hello.session
+        peer._link = self._link_to(link.peer)
+        peer._link.send(hello)
 
     def _on_other_version(self, epoch: bytes, error: wire.VersionMismatch) -> None:
         peer = self._peers.get(epoch)

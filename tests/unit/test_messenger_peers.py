@@ -76,6 +76,33 @@ def test_nics_that_cannot_be_connected_beforehand_do_not_keep_peers_apart(seed, 
     still_works(sim)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_hello_that_is_lost_is_said_once_more(seed, times):
+    """It may have gone by a connection to an earlier session, which nobody had looked at since."""
+    sim = Sim(seed, connect=False)
+    engine = sim.decode_engine
+    send, lost = engine.send, []
+
+    def lose(peer, payload):
+        if len(lost) == times:
+            return send(peer, payload)
+        lost.append(engine._open_transfer(peer, len(payload)))
+        sim.fabric.call_soon(lambda: lost[-1]._fail(TransferError("flushed")))
+        return lost[-1]
+
+    engine.send = lose
+    if times == 1:
+        sim.peer = sim.connect()
+        assert sim.clock[0] == 0.0
+        still_works(sim)
+    else:
+        with pytest.raises(PeerUnreachableError, match="flushed"):
+            sim.connect()
+        assert sim.decode.state()["peers"] == {}
+        sim.peer = sim.connect()
+        still_works(sim)
+
+
 def test_a_peer_that_is_lost_while_nics_connect_is_not_answered(seed):
     sim = Sim(seed, connect=False)
     engine, transfers = sim.prefill_engine, []

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import secrets
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,6 +100,7 @@ class DecodePeers(Messenger):
         self._tails = tail
         self._layers = layers
         self._peers: dict[bytes, PrefillPeer] = {}
+        self._asking: dict[int, PrefillPeer] = {}  # by session: those that have not answered
         self._fencing: dict[bytes, PrefillPeer | None] = {}  # lost; None: by reclaim()
         self._last_number = 0  # The highest generation so far.
 
@@ -206,12 +208,13 @@ class DecodePeers(Messenger):
                 self._engine.remove_peer(native)
             future.set_exception(error)
             return
-        peer = self._peers[epoch] = PrefillPeer(self, self._link_to(native), hello)
+        peer = self._peers[epoch] = self._asking[hello.session] = PrefillPeer(self, self._link_to(native), hello)
         self._wait_for_reply(peer, address, bound, future)
         peer._link.send(hello)
 
     def _new_session(self) -> int:
-        self._last_number = max(self._last_number + 1, int(self._actor.now() * 1e9))
+        # Not to be guessed: whoever knows the number of a session that is asked for can refuse it.
+        self._last_number = max(self._last_number, int(self._actor.now() * 1e9)) + 1 + secrets.randbits(20)
         return self._last_number
 
     def _link_to(self, peer: Peer) -> Link:
@@ -259,11 +262,12 @@ class DecodePeers(Messenger):
             self._give_up(peer, error)
             return
         peer._greeted, peer._hello = True, None
+        self._asking.pop(peer._session, None)
         self._answer(peer, None)
 
     def _on_other_incarnation(self, reply: wire.HelloReply) -> None:
         """Whoever has the address now answers for the engine that had it, and with its own name."""
-        asked = next((peer for peer in self._peers.values() if peer._session == reply.session), None)
+        asked = self._asking.get(reply.session)
         if asked is None:
             self._counts["late"] += 1
         else:
@@ -288,6 +292,7 @@ class DecodePeers(Messenger):
         """Forget a peer: no message comes from it or goes to it any more."""
         peer._gone = reason
         peer._link.close()
+        self._asking.pop(peer._session, None)
         if self._peers.get(peer.epoch) is peer:
             del self._peers[peer.epoch]
             self._remove_peer(peer._link)
@@ -308,8 +313,10 @@ class DecodePeers(Messenger):
             self._on_peer_lost(peer.epoch, reason)
             return
         # What it went by may be what is left of a connection to an earlier session, and is gone now.
+        self._asking.pop(peer._session, None)
         hello, peer._hello = msgspec.structs.replace(peer._hello, session=self._new_session()), None
         peer._session = peer._next_generation = hello.session
+        self._asking[hello.session] = peer
         peer._link = self._link_to(link.peer)
         peer._link.send(hello)
 

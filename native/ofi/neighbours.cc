@@ -62,8 +62,8 @@ std::vector<std::string> Neighbour::busy_before(std::uint64_t time, bool if_poll
     std::vector<std::string> busy;
     const std::lock_guard lock(street_.mutex);
     for (const auto& [name, member] : street_.members)
-        if (member != member_ && !member->gone.load() && member->idle_at.load() < time &&
-            (!if_polled || member->polled_at.load() >= time))
+        if (member != member_ && !member->gone.load() && member->poller.load() != &kThisThread &&
+            member->idle_at.load(std::memory_order_acquire) < time && (!if_polled || member->polled_at.load() >= time))
             busy.push_back(name);
     return busy;
 }

@@ -2,7 +2,7 @@
 // an endpoint that closes under the others: whoever posts to it, or is just answering it, crashes. So no endpoint
 // closes while another one is at work, and nothing is posted to one that is about to. What it has posted or answered
 // lies in the queues of its neighbours, too, and whoever takes that out looks at the queue of the sender: before it
-// closes all must have polled once more, and found nothing left.
+// closes all must have polled once more, and found nothing left, which helps, and proves nothing: docs/providers.md.
 //
 // Threads: any.
 #pragma once
@@ -32,15 +32,17 @@ class Neighbour {
 
     // The time of this process's endpoints, to be read before a poll. It moves on when one of them is about to close.
     std::uint64_t time() const;
-    // A poll that began at that time is over: where it brought nothing it has taken out all there was.
+    // A poll that began at that time is over. Where it brought nothing it has taken out all there was, as far as a poll
+    // can tell.
     void polled(std::uint64_t time, bool nothing) {
+        member_->poller.store(&kThisThread, std::memory_order_relaxed);
         member_->polled_at.store(time, std::memory_order_relaxed);
-        if (nothing) member_->idle_at.store(time);
+        if (nothing) member_->idle_at.store(time, std::memory_order_release);
     }
     // Begins a new time.
     std::uint64_t move_on();
     // The others that have not yet found nothing in a poll that began at this time, by name; or of these only those
-    // that somebody polls.
+    // that somebody has polled since. Without those that the calling thread polls: it does not meanwhile.
     std::vector<std::string> busy_before(std::uint64_t time, bool if_polled = false) const;
 
     // Held around every call that may touch another endpoint's queue. Free while there is no other one.
@@ -60,9 +62,11 @@ class Neighbour {
     }
 
   private:
+    inline static thread_local const char kThisThread = 0;  // whose address names it
     struct Member {
-        std::atomic<bool> closed{false}, gone{false};
-        std::atomic<std::uint64_t> polled_at{0}, idle_at{0};
+        alignas(64) std::atomic<bool> closed{false}, gone{false};         // read by all in every post
+        alignas(64) std::atomic<std::uint64_t> polled_at{0}, idle_at{0};  // written by its owner in every poll
+        std::atomic<const char*> poller{nullptr};
     };
     struct Street;
     static Street& street();
@@ -82,7 +86,10 @@ class Neighbour {
     template <typename Run>
     bool while_nobody_works(Run&& run) {
         const Departure departure(street_);
-        if (departure.granted) run();
+        if (departure.granted)
+            run();
+        else
+            member_->gone.store(true);  // it stays open for ever, and nobody is to wait for it
         return departure.granted;
     }
 

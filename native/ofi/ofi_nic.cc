@@ -40,8 +40,9 @@ constexpr std::size_t kMaxDepth = 2048;
 
 // Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
 constexpr std::size_t kMaxName = 256;
-// Before connections end that end badly: read for so long, and until nothing has come for so long.
-constexpr std::int64_t kReadNs = 20 * kMillisecond, kQuietNs = 200 * kMillisecond;
+// Before connections end that end badly.
+constexpr std::int64_t kReadNs = 20 * kMillisecond;   // read for so long
+constexpr std::int64_t kNextNs = 250 * kMillisecond;  // where something has come of late, the next comes by then
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
@@ -84,7 +85,7 @@ class OfiNic final : public Nic {
     bool ends_badly() const { return facts_.fail_stop && facts_.nic_checks_keys; }
     void check_left(bool left) const;
     void await_neighbours();
-    void discard();
+    bool discard();
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
     InfoPtr info_;
@@ -428,27 +429,30 @@ void OfiNic::check_left(bool left) const {
 // ours is emptied meanwhile. Of those that nobody polls nothing is taken out: they are not waited for for long.
 void OfiNic::await_neighbours() {
     constexpr int kPasses = 4;  // what finds a lock taken, or a key that is refused, is left for the next poll
-    constexpr int kTries = 2000, kTriesUnpolled = 200;
+    constexpr int kTries = 1000, kTriesUnpolled = 400;  // of a millisecond each, in all passes together
     if (!self_) return;
     auto& self = *self_;
     check_left(self.retire());
     discard();  // the last that they have posted is answered
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int pass = 0, tries = 0; pass < kPasses; ++pass) {
         const auto time = self.move_on();
-        auto busy = self.busy_before(time);
+        auto busy = self.busy_before(time, tries > kTriesUnpolled);
         if (bell_)
             for (const auto& name : busy) bell_->ring(name);
-        for (int tries = 0; !busy.empty(); ++tries) {
+        for (int looks = 0; !busy.empty(); ++looks) {
             if (tries == kTries) return;
             discard();
             busy = self.busy_before(time, tries > kTriesUnpolled);
-            if (!busy.empty()) std::this_thread::sleep_for(std::chrono::microseconds(tries < 10 ? 50 : 1000));
+            if (busy.empty()) break;
+            std::this_thread::sleep_for(std::chrono::microseconds(looks < 10 ? 50 : 1000));
+            tries += looks >= 10;
         }
     }
 }
 
-// Reads until nothing comes any more.
-void OfiNic::discard() {
+// Reads until nothing comes any more. Whether anything did.
+bool OfiNic::discard() {
+    bool any = false;
     for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
         const auto lock = at_work();
         const auto time = self_ ? self_->time() : 0;
@@ -457,7 +461,9 @@ void OfiNic::discard() {
         empty = n == -FI_EAGAIN ? empty + 1 : 0;
         if (self_) self_->polled(time, empty > 0);
         if (n == -FI_EAVAIL) fi_cq_readerr(cq_.get(), &error, 0);
+        any |= n > 0;
     }
+    return any;
 }
 
 void OfiNic::close_endpoint() {
@@ -468,15 +474,16 @@ void OfiNic::close_endpoint() {
     discard();
     // On verbs it crashes when something comes in while a connection closes. Without its key no peer writes data any
     // more: the first that tries breaks its connection, and with that what it has posted behind. rxm looks at the
-    // descriptors of receives as long as messages come, so these registrations stay. A credit for what a peer has
-    // taken in comes when that peer gets to it.
+    // descriptors of receives as long as messages come, so these registrations stay. Peers that ping us go on with it:
+    // right after a ping is the time to close.
     if (ends_badly()) {
         registrations_->close_all(receive_descs_);
-        const auto until = std::max(now_ns() + kReadNs, came_ns_ + kQuietNs);
-        while (now_ns() < until) {
-            discard();
+        const auto begin = now_ns(), until = begin + (begin - came_ns_ < kNextNs ? kNextNs : kReadNs);
+        for (auto now = begin; now < until; now = now_ns()) {
+            if (discard() && now > begin + kReadNs) break;
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
+        discard();
     }
     // It also crashes when a peer's write has arrived in part, since closing cancels that, but not when the connection
     // ends by itself: end it ourselves, and let it notice. What is in the kernel's buffers is still taken in.

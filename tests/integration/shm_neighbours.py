@@ -11,7 +11,6 @@ import time
 import numpy as np
 
 from fabric_kv.engine import Engine
-from fabric_kv.errors import FabricKVError
 
 NUM_PAGES = 2000
 
@@ -38,11 +37,15 @@ def move(dice, engines, nbytes):
     return regions
 
 
+failed = []
+
+
 def close(engine):
     try:
         engine.close()
-    except FabricKVError as error:  # said; the process goes on
-        print(error, file=sys.stderr)
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
 def main():
@@ -66,3 +69,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    sys.exit(len(failed))

@@ -51,7 +51,7 @@ def test_connect_is_idempotent_and_shared(seed):
     assert len(peers) == 1
     assert sim.connect() is futures[0].result(0)
     assert len(sim.prefill.state()["peers"]) == 1
-    fresh = {"alive": True, "degraded": None, "session": 1, "requests": 0}
+    fresh = {"alive": True, "degraded": None, "session": sim.connect()._session, "requests": 0}
     assert sim.decode.state()["peers"] == {sim.prefill_engine.epoch.hex(): fresh}
 
 

@@ -225,7 +225,7 @@ class Dispatcher:
                 self._deliver(event[1], payload)
         elif kind == _PEER_LOST:
             self._reassembly.forget(event[1])
-            _log.warning("peer %s lost: %s", event[1].hex()[:8], event[2])
+            _log.log(logging.INFO if event[3] else logging.WARNING, "peer %s lost: %s", event[1].hex()[:8], event[2])
             if (on_peer_lost := self.on_peer_lost) is not None:
                 on_peer_lost(event[1], event[2])
         elif kind == _FAULT:

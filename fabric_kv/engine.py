@@ -412,7 +412,10 @@ class Engine:
         return self._native.fence_means()
 
     def on_peer_lost(self, fn: Callable[[bytes, str], None] | None) -> None:
-        """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent. One callback; None removes it."""
+        """Call ``fn(epoch, reason)`` once for each monitored peer that fell silent, or has closed its engine.
+
+        One callback; None removes it.
+        """
         check_callback(fn)
         self._dispatcher.on_peer_lost = fn
 
@@ -816,9 +819,11 @@ class Engine:
     def close(self) -> None:
         """Stop, and give all memory back.
 
-        Posted operations get a second to end by themselves; then the endpoints are closed, after which no NIC can touch
-        caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine, also from two threads and
-        from callbacks. A callback that is running is waited for, within five seconds.
+        Posted operations get a second to end by themselves. Then peers hear a goodbye, and what has been posted by
+        those that monitor this engine, and are monitored by it, may arrive, within ``heartbeat_interval_s *
+        heartbeat_misses``. Then the endpoints are closed, after which no NIC can touch caller memory. Whatever is still
+        open ends in ClosedError. Calling it twice is fine, also from two threads and from callbacks. A callback that is
+        running is waited for, within five seconds.
 
         Raises
         ------

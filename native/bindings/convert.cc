@@ -209,7 +209,7 @@ py::tuple to_tuple(const Event& e) {
         case Event::kUser:
             return py::make_tuple(kind, e.group, e.id);
         case Event::kPeerLost:
-            return py::make_tuple(kind, to_bytes(e.peer), e.error.text);
+            return py::make_tuple(kind, to_bytes(e.peer), e.error.text, e.outcome == Outcome::kClosed);
         case Event::kFault:
             return py::make_tuple(kind, e.group, to_tuple(e.error));
         case Event::kStalled:

@@ -54,7 +54,7 @@ Engine::Engine(std::vector<std::vector<std::unique_ptr<Nic>>> nics, const std::v
         std::vector<std::vector<std::byte>> rails;
         for (const auto& nic : nics[i]) rails.push_back(nic->address());
         address_.groups.push_back(std::move(rails));
-        groups_.push_back(std::make_unique<Group>(i, address_.epoch, std::move(nics[i]), options[i], events_));
+        groups_.push_back(std::make_unique<Group>(i, address_.epoch, std::move(nics[i]), options[i], events_, peers_));
     }
 }
 
@@ -234,38 +234,28 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
     if (address.groups.empty() ||
         std::any_of(address.groups.begin(), address.groups.end(), [](const auto& rails) { return rails.empty(); }))
         throw Error(ErrorKind::kUnreachable, "a peer's address names no group, or a group without NICs");
-    std::shared_ptr<Peer> peer;
-    {
-        std::lock_guard lock(mutex_);
-        auto& known = peers_[address.epoch];
-        if (!known) {
-            known = std::make_shared<Peer>();
-            known->epoch = address.epoch;
-            known->owner = address_.epoch;
-            known->groups = address.groups;
-            known->process = address.process;
-            known->keys = keys_of(address.epoch);
-            for (std::size_t i = 0; i < groups_.size(); ++i) {
-                known->sides.push_back(std::make_unique<Peer::Side>());
-                known->sides.back()->links.resize(address.groups.size());
-            }
+    const auto peer = peers_->add(address.epoch, [&] {
+        auto made = std::make_shared<Peer>();
+        made->epoch = address.epoch;
+        made->owner = address_.epoch;
+        made->groups = address.groups;
+        made->process = address.process;
+        made->keys = keys_of(address.epoch);
+        for (std::size_t i = 0; i < groups_.size(); ++i) {
+            made->sides.push_back(std::make_unique<Peer::Side>());
+            made->sides.back()->links.resize(address.groups.size());
+            made->sides.back()->goodbyes.resize(address.groups.size());
         }
-        peer = known;
-    }
+        return made;
+    });
+    if (monitor) peer->watched.store(true);
     if (monitor && !groups_[0]->run_soon([group = groups_[0].get(), peer] { group->monitor(peer); }))
         throw Error(ErrorKind::kWouldBlock, "the engine's queue of calls is full");
     return peer;
 }
 
-void Engine::remove_peer(const std::shared_ptr<Peer>& peer) {
-    peer->removed.store(true);
-    {
-        std::lock_guard lock(mutex_);
-        const auto it = peers_.find(peer->epoch);
-        if (it != peers_.end() && it->second == peer) peers_.erase(it);
-    }
-    // What is queued for it fails when its turn comes, and the heartbeat lets go of it at its next check.
-}
+// What is queued for it fails when its turn comes, and the heartbeat lets go of it at its next check.
+void Engine::remove_peer(const std::shared_ptr<Peer>& peer) { peers_->remove(peer); }
 
 void Engine::check_remote(const Peer& peer, const RemoteRegion& region) const {
     if (region.epoch != peer.epoch)
@@ -511,8 +501,8 @@ void Engine::close(std::int64_t drain_ns) {
             }
             return true;
         });
-        peers_.clear();
     }
+    peers_->clear();
     if (std::all_of(is_closed.begin(), is_closed.end(), [](bool is) { return is; })) return;
     const auto text = "the engine could not be closed: " +
                       (stuck.text.empty() ? std::string("a thread has not returned from its NIC")

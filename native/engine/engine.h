@@ -161,6 +161,7 @@ class Engine {
 
     EngineAddress address_;
     const std::shared_ptr<EventQueue> events_ = std::make_shared<EventQueue>();
+    const std::shared_ptr<Peers> peers_ = std::make_shared<Peers>();
     std::vector<std::unique_ptr<Group>> groups_;
     std::atomic<std::uint64_t> next_id_{1};
 
@@ -168,7 +169,6 @@ class Engine {
     const std::shared_ptr<ShareCounts> share_counts_;
     std::shared_timed_mutex registering_;  // shared while a registration is made, so that close() can wait for it
     mutable std::mutex mutex_;
-    std::map<Epoch, std::shared_ptr<Peer>> peers_;   // guarded by mutex_
     std::vector<std::weak_ptr<Region>> regions_;     // guarded by mutex_
     std::size_t tidy_at_ = 64;                       // how many regions_ there may be until the dead ones are dropped
     std::map<Epoch, std::weak_ptr<PeerKeys>> keys_;  // of peers, removed ones too; guarded by mutex_

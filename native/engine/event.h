@@ -25,7 +25,7 @@ struct Event {
         kCounter,   // group, token.slot, token.generation, verdict
         kMessage,   // peer, id (message), bytes (total), offset, payload
         kUser,      // group, id (the 15 bits)
-        kPeerLost,  // peer, error.text
+        kPeerLost,  // peer, outcome (kClosed: it said goodbye), error.text
         kFault,     // error: a rail or the progress thread failed
         kStalled,   // error: a rail with work in flight has completed nothing for a while; id: ns, bytes: outstanding
         kHeldUp,    // peer, transfers, error: one rail completes nothing to that peer, to which these have operations

@@ -17,8 +17,8 @@ constexpr int kMarkers = 2;
 
 }  // namespace
 
-// Called with mutex_ held.
 std::shared_ptr<PeerKeys> Engine::keys_of(const Epoch& peer) {
+    std::lock_guard lock(mutex_);
     std::erase_if(keys_, [](const auto& entry) { return entry.second.expired(); });
     auto keys = keys_[peer].lock();
     if (!keys) keys_[peer] = keys = std::make_shared<PeerKeys>();

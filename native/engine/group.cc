@@ -45,14 +45,15 @@ std::vector<Nic*> nics_of(const std::vector<std::unique_ptr<Rail>>& rails) {
 }  // namespace
 
 Group::Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_ptr<Nic>> nics,
-             const GroupOptions& options, std::shared_ptr<EventQueue> events)
+             const GroupOptions& options, std::shared_ptr<EventQueue> events, std::shared_ptr<const Peers> peers)
     : index_(index),
       options_(options),
       events_(std::move(events)),
       rails_(make_rails(index, give_threads(std::move(nics), options, pollers_))),
       heartbeat_(options.heartbeat),
       sender_(index, epoch, rails_, options.max_transfers, *events_),
-      receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, *events_),
+      farewell_(index, sender_, std::move(peers)),
+      receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, farewell_, *events_),
       rest_(options.spin, nics_of(rails_)),
       submissions_(options.max_transfers),
       calls_(options.max_transfers) {
@@ -114,8 +115,8 @@ void Group::progress() {
         const auto now = now_ns();
         round_began_ns_.store(now, std::memory_order_relaxed);
         const bool worked = round(now);
-        const bool waits =
-            !heartbeat_.empty() || receiver_.holds() || sender_.anything_outstanding() || sender_.anything_parked();
+        const bool waits = !heartbeat_.empty() || receiver_.holds() || farewell_.pending() ||
+                           sender_.anything_outstanding() || sender_.anything_parked();
         round_began_ns_.store(0, std::memory_order_relaxed);
         rest_.rest(
             {worked, sender_.anything_outstanding(), sender_.anything_queued(), sender_.anything_to_watch(),
@@ -124,13 +125,14 @@ void Group::progress() {
             [&] { return submissions_.empty() && calls_.empty() && !stopping_.load() && !sender_.anything_reached(); });
     }
     drain();
+    take_leave();
 }
 
 void Group::close_endpoints() {
     for (auto& rail : rails_) {
         round_began_ns_.store(now_ns());
         try {
-            rail->close_endpoint();
+            rail->close_endpoint(quiet_);
         } catch (const std::exception& error) {
             open_for_ever_ = true;
             const auto& info = rail->info();
@@ -144,6 +146,7 @@ bool Group::round(std::int64_t now) {
     bool worked = take_submissions();
     worked |= sender_.post(now);
     for (auto& rail : rails_) worked |= poll_rail(*rail, now);
+    if (farewell_.pending()) worked |= farewell_.step(now);
     if (now >= next_housekeeping_ns_) housekeeping(now);
     for (std::size_t k = 0; k < pollers_.size(); ++k) pollers_[k]->expect(rails_[k]->outstanding_ops != 0);
     return worked;
@@ -220,15 +223,20 @@ void Group::housekeeping(std::int64_t now) {
     }
     check_waiting(now);
     sender_.sweep(now);
+    const auto lost = [&](const Peer& peer, Outcome how, std::string why) {
+        Event event;
+        event.kind = Event::kPeerLost;
+        event.outcome = how;
+        event.peer = peer.epoch;
+        event.error.text = std::move(why);
+        events_->post(std::move(event));
+    };
     heartbeat_.check(
         now, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
         [&](const Peer& peer, std::int64_t silent_ns) {
-            Event event;
-            event.kind = Event::kPeerLost;
-            event.peer = peer.epoch;
-            event.error.text = "nothing was heard for " + std::to_string(silent_ns / kMillisecond) + " ms";
-            events_->post(std::move(event));
-        });
+            lost(peer, Outcome::kFailed, "nothing was heard for " + std::to_string(silent_ns / kMillisecond) + " ms");
+        },
+        [&](const Peer& peer) { lost(peer, Outcome::kClosed, "it has closed its engine"); });
 }
 
 void Group::check_stall(Rail& rail, std::int64_t now) {
@@ -316,6 +324,23 @@ void Group::drain() {
         round_began_ns_.store(0, std::memory_order_relaxed);
         if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
     }
+}
+
+// Peers that do not answer for as long as would have them counted as lost may well be gone.
+void Group::take_leave() {
+    const auto begin = now_ns(), until = begin + std::min(heartbeat_.lost_after_ns(), options_.end_ns / 4);
+    farewell_.begin(until);
+    for (auto now = begin; farewell_.pending() && now < until; now = now_ns()) {
+        round_began_ns_.store(now, std::memory_order_relaxed);
+        bool worked = farewell_.step(now);
+        for (auto& rail : rails_) {
+            rail->post_receives();
+            worked |= poll_rail(*rail, now);
+        }
+        round_began_ns_.store(0, std::memory_order_relaxed);
+        if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
+    }
+    quiet_ = !farewell_.pending();
 }
 
 void Group::begin_close(std::int64_t drain_ns) {

@@ -20,6 +20,7 @@
 
 #include "base/queue.h"
 #include "engine/event.h"
+#include "engine/farewell.h"
 #include "engine/heartbeat.h"
 #include "engine/poller.h"
 #include "engine/rail.h"
@@ -47,7 +48,7 @@ struct GroupOptions {
 class Group {
   public:
     Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_ptr<Nic>> nics, const GroupOptions& options,
-          std::shared_ptr<EventQueue> events);
+          std::shared_ptr<EventQueue> events, std::shared_ptr<const Peers> peers);
     ~Group();  // must not be called while close() answers false: see leave_behind()
 
     // Takes all or none.
@@ -102,6 +103,7 @@ class Group {
     void tell_held_up(const Epoch& peer, std::vector<std::uint64_t> transfers, std::string why);
     void fault(Event::Kind kind, OpError error, std::uint64_t silent_ns = 0, std::uint64_t outstanding_bytes = 0);
     void drain();
+    void take_leave();
 
     const std::uint32_t index_;
     const GroupOptions options_;
@@ -110,6 +112,7 @@ class Group {
     std::vector<std::unique_ptr<Rail>> rails_;
     Heartbeat heartbeat_;
     Sender sender_;
+    Farewell farewell_;
     Receiver receiver_;
     Rest rest_;
 
@@ -126,6 +129,7 @@ class Group {
     std::vector<std::function<void()>> incoming_calls_;
     std::int64_t next_housekeeping_ns_ = 0;
     std::int64_t look_again_ns_ = 0;  // for transfers that wait for rails that do nothing
+    bool quiet_ = false;              // all peers that we know have said goodbye
 
     std::mutex close_mutex_;
     bool closed_ = false;  // guarded by close_mutex_

@@ -1,4 +1,5 @@
-// Who is alive: watched peers are pinged at an interval, and reported once when nothing was heard for too long.
+// Who is alive: watched peers are pinged at an interval, and reported once when nothing was heard for too long, or when
+// they have said goodbye.
 //
 // Both sides ping each other, so a ping needs no answer; any message counts as a sign of life. It runs on the
 // progress thread, hence also while Python sleeps or holds the GIL.
@@ -44,6 +45,7 @@ class Heartbeat {
     }
     bool empty() const { return watched_.empty(); }
     std::int64_t interval_ns() const { return options_.interval_ns; }
+    std::int64_t lost_after_ns() const { return options_.interval_ns * options_.misses; }
 
     void heard(const Epoch& epoch, std::int64_t now) {
         if (watched_.empty()) return;
@@ -58,10 +60,10 @@ class Heartbeat {
         for (auto& [epoch, entry] : watched_) entry.heard_ns = now;
     }
 
-    // Calls ping(peer) for each peer that is due, again at the next check where that is false, and lost(peer,
-    // silent_ns) for each that was silent for too long; those are forgotten.
-    template <typename Ping, typename Lost>
-    void check(std::int64_t now, Ping&& ping, Lost&& lost) {
+    // Calls ping(peer) for each peer that is due, again at the next check where that is false, lost(peer, silent_ns)
+    // for each that was silent for too long, and left(peer) for each that said goodbye; those are forgotten.
+    template <typename Ping, typename Lost, typename Left>
+    void check(std::int64_t now, Ping&& ping, Lost&& lost, Left&& left) {
         // A round that comes late (the machine was suspended, or starved of CPU) says nothing about the peers.
         const bool late = last_check_ns_ && now - last_check_ns_ > 2 * options_.interval_ns;
         const auto gap = now - last_check_ns_;
@@ -72,9 +74,15 @@ class Heartbeat {
                 it = watched_.erase(it);
                 continue;
             }
+            if (entry.peer->leaving.load()) {
+                left(*entry.peer);
+                it = watched_.erase(it);
+                continue;
+            }
             if (late) entry.heard_ns = std::min(now, entry.heard_ns + gap);
-            const auto bound = entry.heard ? options_.interval_ns * options_.misses : options_.connect_ns;
+            const auto bound = entry.heard ? lost_after_ns() : options_.connect_ns;
             if (now - entry.heard_ns > bound) {
+                entry.peer->silent.store(true);
                 lost(*entry.peer, now - entry.heard_ns);
                 it = watched_.erase(it);
                 continue;

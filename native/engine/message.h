@@ -15,7 +15,11 @@ constexpr std::size_t kFrameBytes = 16384;  // one posted receive; within every 
 constexpr std::uint32_t kFrameMagic = 0x31564b46;  // "FKV1"
 constexpr std::uint16_t kFrameVersion = 1;
 
-enum class FrameKind : std::uint16_t { kPing = 1, kData = 2 };
+enum class FrameKind : std::uint16_t {
+    kPing = 1,
+    kData = 2,
+    kGoodbye = 3,  // message_id: the sender's group << 32 | over how many links it says so
+};
 
 // Little-endian, like every machine that runs this.
 struct FrameHeader {
@@ -44,8 +48,8 @@ inline std::optional<Frame> parse_frame(std::span<const std::byte> bytes) {
     frame.payload = bytes.subspan(sizeof(FrameHeader));
     const auto& h = frame.header;
     if (h.magic != kFrameMagic || h.version != kFrameVersion) return std::nullopt;
-    if (h.kind != static_cast<std::uint16_t>(FrameKind::kPing) &&
-        h.kind != static_cast<std::uint16_t>(FrameKind::kData))
+    if (h.kind < static_cast<std::uint16_t>(FrameKind::kPing) ||
+        h.kind > static_cast<std::uint16_t>(FrameKind::kGoodbye))
         return std::nullopt;
     if (h.offset > h.total_bytes || frame.payload.size() > h.total_bytes - h.offset) return std::nullopt;
     return frame;

@@ -42,6 +42,9 @@ struct Peer {
             tried = false;
         }
 
+        // Whether anything was ever posted, or could not be.
+        bool was_used() const { return last_progress_ns != 0; }
+
         std::uint32_t local_rail;
         std::uint32_t remote_rail;
         PeerAddress address;
@@ -69,10 +72,19 @@ struct Peer {
         // connect says no more than that.
         std::int64_t refused_ns = 0;
     };
+    // How far one of our groups and one of the peer's are with taking leave of each other.
+    struct Goodbye {
+        bool begun = false;          // by us
+        std::vector<Link*> links;    // over which we say so ...
+        std::size_t said = 0;        // ... and have, so many of them
+        std::uint64_t heard = 0;     // how often the peer has
+        std::uint64_t expected = 0;  // how often it will have; 0: it has not begun
+    };
     // What one of our groups keeps of this peer: [remote group][pair], filled at the first use. The addresses stay in
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).
     struct Side {
         std::vector<std::vector<Link>> links;
+        std::vector<Goodbye> goodbyes;       // [remote group]
         std::deque<Transfer*> messages;      // not posted yet, in order
         std::uint64_t refused_in_round = 0;  // of the sender, when a transfer could post nothing
         PeerStats stats;
@@ -85,6 +97,9 @@ struct Peer {
     std::optional<ProcessId> process;                         // where it runs, if it says so
     std::shared_ptr<PeerKeys> keys;                           // the same for every Peer of this epoch
     std::atomic<bool> removed{false};
+    std::atomic<bool> watched{false};  // we listen for its heartbeats, and it for ours: it answers
+    std::atomic<bool> silent{false};   // for longer than it may be
+    std::atomic<bool> leaving{false};  // it has said goodbye: nothing is posted to it any more
 };
 
 }  // namespace fkv

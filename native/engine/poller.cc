@@ -33,6 +33,16 @@ void PolledNic::stop() {
 void PolledNic::close_endpoint() {
     stop();
     nic_->close_endpoint();
+    drop_rest();
+}
+
+void PolledNic::close_quiet_endpoint() {
+    stop();
+    nic_->close_quiet_endpoint();
+    drop_rest();
+}
+
+void PolledNic::drop_rest() {
     while (!ring_.empty()) ring_.pop();
     last_words_read_ = true;
 }

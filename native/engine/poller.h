@@ -40,6 +40,7 @@ class PolledNic final : public Nic {
 
     // Ends the thread, then closes the endpoint. What it had brought and nobody has taken is dropped.
     void close_endpoint() override;
+    void close_quiet_endpoint() override;
     // The same NIC, but for `fail_stop`: here a poll may come in between any two posts.
     const NicInfo& info() const override { return info_; }
     std::vector<std::byte> address() const override { return nic_->address(); }
@@ -74,6 +75,7 @@ class PolledNic final : public Nic {
 
     PostResult posted(PostResult result);
     void stop();
+    void drop_rest();
     void run();
     bool bring();
     void tell();

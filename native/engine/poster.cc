@@ -387,18 +387,21 @@ PostResult Poster::post_signal(Transfer& transfer, std::int64_t now) {
 }
 
 PostResult Poster::post_message(Transfer& transfer, std::int64_t now) {
+    Peer::Link* link;
+    try {
+        link = &frames_link(*transfer.peer);
+    } catch (const Error& error) {  // the provider refuses the peer's address
+        transfer.fail(detail_of(error));
+        return PostResult::kFailed;
+    }
     // An empty message is one frame without payload.
     do {
         const auto payload = std::span(transfer.message).subspan(transfer.message_offset);
         const auto nbytes = std::min(payload.size(), max_frame_bytes_ - sizeof(FrameHeader));
-        const FrameHeader header{kFrameMagic,
-                                 kFrameVersion,
-                                 static_cast<std::uint16_t>(FrameKind::kData),
-                                 epoch_,
-                                 transfer.id,
-                                 static_cast<std::uint32_t>(transfer.message.size()),
-                                 static_cast<std::uint32_t>(transfer.message_offset)};
-        const auto result = post_frame(header, payload.first(nbytes), transfer.peer, &transfer, now);
+        auto header = header_of(FrameKind::kData, transfer.id);
+        header.total_bytes = static_cast<std::uint32_t>(transfer.message.size());
+        header.offset = static_cast<std::uint32_t>(transfer.message_offset);
+        const auto result = post_frame(header, payload.first(nbytes), transfer.peer, *link, &transfer, now);
         if (result != PostResult::kOk) return result;
         ++transfer.outstanding;
         transfer.message_offset += nbytes;
@@ -407,18 +410,12 @@ PostResult Poster::post_message(Transfer& transfer, std::int64_t now) {
     return PostResult::kOk;
 }
 
-// A frame of a transfer's message, or a ping. All of a peer's frames go over its first pair of rails.
+// A frame of a transfer's message, or one for which nobody waits.
 PostResult Poster::post_frame(const FrameHeader& header, std::span<const std::byte> payload,
-                              const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now) {
-    Peer::Link* link;
-    try {
-        link = &links_to(*peer, 0).front();
-    } catch (const Error& error) {  // the provider refuses the peer's address
-        if (transfer) transfer->fail(detail_of(error));
-        return PostResult::kFailed;
-    }
-    auto& rail = *rails_[link->local_rail];
-    auto* op = rail.take_op(transfer ? Op::Kind::kMessage : Op::Kind::kPing, *link, transfer,
+                              const std::shared_ptr<Peer>& peer, Peer::Link& link, Transfer* transfer,
+                              std::int64_t now) {
+    auto& rail = *rails_[link.local_rail];
+    auto* op = rail.take_op(transfer ? Op::Kind::kMessage : Op::Kind::kNotice, link, transfer,
                             sizeof header + payload.size(), now);
     if (!op) return PostResult::kAgain;
     if (!transfer) op->keep = peer;
@@ -431,7 +428,7 @@ PostResult Poster::post_frame(const FrameHeader& header, std::span<const std::by
 }
 
 std::span<Peer::Link> Poster::next_links(const Transfer& transfer) {
-    if (transfer.kind == Transfer::Kind::kMessage) return std::span(links_to(*transfer.peer, 0)).first(1);
+    if (transfer.kind == Transfer::Kind::kMessage) return {&frames_link(*transfer.peer), 1};
     if (transfer.batch.link) return {transfer.batch.link, 1};
     if (!transfer.signal_dst && !transfer.has_planned) return {};  // it stops
     if (!transfer.signal_dst) return links_to(*transfer.peer, transfer.planned.piece->dst->group);
@@ -455,8 +452,39 @@ std::string Poster::why_held_up(const Transfer& transfer, std::int64_t now, std:
 
 bool Poster::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {
     // A ping that fails is left out: a peer that cannot be reached is silent, and will be reported.
-    return post_frame({kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(FrameKind::kPing), epoch_, 0, 0, 0}, {},
-                      peer, nullptr, now) != PostResult::kAgain;
+    try {
+        return post_frame(header_of(FrameKind::kPing, 0), {}, peer, frames_link(*peer), nullptr, now) !=
+               PostResult::kAgain;
+    } catch (const Error&) {
+        return true;
+    }
+}
+
+bool Poster::goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now) {
+    auto& goodbye = peer->sides[group_]->goodbyes[remote_group];
+    if (!goodbye.begun) {
+        std::vector<Peer::Link>* links;
+        try {
+            links = &links_to(*peer, remote_group);
+        } catch (const Error&) {  // it is gone already
+            goodbye.begun = true;
+            return true;
+        }
+        if (std::any_of(links->begin(), links->end(), [](const auto& link) { return link.ops_in_flight > 0; }))
+            return false;
+        for (auto& link : *links)
+            if (link.was_used() && !(link.has_failed && rails_[link.local_rail]->info().fail_stop))
+                goodbye.links.push_back(&link);
+        if (std::none_of(links->begin(), links->end(), [](const auto& link) { return link.was_used(); }))
+            goodbye.links.push_back(&links->front());
+        goodbye.begun = true;
+    }
+    const auto id = std::uint64_t{group_} << 32 | goodbye.links.size();
+    for (; goodbye.said < goodbye.links.size(); ++goodbye.said)
+        if (post_frame(header_of(FrameKind::kGoodbye, id), {}, peer, *goodbye.links[goodbye.said], nullptr, now) ==
+            PostResult::kAgain)
+            return false;
+    return true;
 }
 
 }  // namespace fkv

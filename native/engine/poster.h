@@ -26,6 +26,9 @@ class Poster {
     PostResult post_some(Transfer& transfer, std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
+    // Says goodbye to one of the peer's groups, once nothing is in flight to it, on every link that was used, or else
+    // on the first. False: not on all yet.
+    bool goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now);
     // Why a transfer that waits for a rail cannot go on: all that it may go by take nothing, or complete nothing, for
     // `for_ns`. Empty if that is not so.
     std::string why_held_up(const Transfer& transfer, std::int64_t now, std::int64_t for_ns);
@@ -40,10 +43,15 @@ class Poster {
     PostResult post_signal(Transfer& transfer, std::int64_t now);
     PostResult post_message(Transfer& transfer, std::int64_t now);
     PostResult post_frame(const FrameHeader& header, std::span<const std::byte> payload,
-                          const std::shared_ptr<Peer>& peer, Transfer* transfer, std::int64_t now);
+                          const std::shared_ptr<Peer>& peer, Peer::Link& link, Transfer* transfer, std::int64_t now);
     // Books an operation that was just posted, or takes it back.
     PostResult posted(PostResult result, Op* op, Rail& rail, Transfer& transfer);
+    FrameHeader header_of(FrameKind kind, std::uint64_t id) const {
+        return {kFrameMagic, kFrameVersion, static_cast<std::uint16_t>(kind), epoch_, id, 0, 0};
+    }
     std::vector<Peer::Link>& links_to(Peer& peer, std::uint32_t remote_group);
+    // All of a peer's messages and pings go over its first pair of rails, in order.
+    Peer::Link& frames_link(Peer& peer) { return links_to(peer, 0).front(); }
     // Those by which the next operation of a transfer may go.
     std::span<Peer::Link> next_links(const Transfer& transfer);
 

@@ -15,14 +15,14 @@ namespace fkv {
 
 // A posted operation. `context` comes first: the NIC hands back its address.
 struct Op {
-    enum class Kind : std::uint8_t { kFree, kWrite, kMessage, kPing, kRecv };
+    enum class Kind : std::uint8_t { kFree, kWrite, kMessage, kNotice, kRecv };
     OpContext context;
     Kind kind = Kind::kFree;
     bool plain = false;  // without an immediate; a later one answers for it
     Transfer* transfer = nullptr;
     Peer::Link* link = nullptr;  // where it goes; a transfer keeps its peer alive
-    std::shared_ptr<Peer> keep;  // kPing: nobody else does
-    std::byte* frame = nullptr;  // kMessage, kPing and kRecv: the frame buffer in use
+    std::shared_ptr<Peer> keep;  // kNotice, which is a ping or a goodbye: nobody else does
+    std::byte* frame = nullptr;  // kMessage, kNotice and kRecv: the frame buffer in use
     std::uint64_t nbytes = 0;
     std::int64_t posted_ns = 0;
     PageRange pages;
@@ -53,7 +53,7 @@ class Rail {
     bool repost(Op* recv);
 
     // Closes the endpoint; every operation in flight counts as retired afterwards.
-    void close_endpoint() { nic_->close_endpoint(); }
+    void close_endpoint(bool quiet) { quiet ? nic_->close_quiet_endpoint() : nic_->close_endpoint(); }
 
     // Calls fn(op) for each operation in flight.
     template <typename Fn>

@@ -36,6 +36,10 @@ bool Receiver::deliver(const Op& recv, std::uint64_t nbytes, bool take_data, std
     }
     heartbeat_.heard(frame->header.sender, now);
     if (frame->header.kind == static_cast<std::uint16_t>(FrameKind::kPing)) return true;
+    if (frame->header.kind == static_cast<std::uint16_t>(FrameKind::kGoodbye)) {
+        if (!farewell_.on_goodbye(frame->header, now)) stats_.malformed_frames.add(1);
+        return true;
+    }
     if (!take_data || events_.inbox_bytes() + frame->payload.size() > max_inbox_bytes_) return false;
     Event event;
     event.kind = Event::kMessage;

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "engine/counters.h"
 #include "engine/event.h"
+#include "engine/farewell.h"
 #include "engine/heartbeat.h"
 #include "engine/rail.h"
 
@@ -18,10 +19,11 @@ namespace fkv {
 class Receiver {
   public:
     Receiver(std::uint32_t group, std::uint32_t num_counters, std::size_t max_inbox_bytes, Heartbeat& heartbeat,
-             EventQueue& events)
+             Farewell& farewell, EventQueue& events)
         : group_(group),
           max_inbox_bytes_(max_inbox_bytes),
           heartbeat_(heartbeat),
+          farewell_(farewell),
           events_(events),
           counters_(num_counters) {}
 
@@ -54,7 +56,7 @@ class Receiver {
 
   private:
     void count(std::uint32_t word);
-    // False: there is no room for it, or data is not wanted; the frame must be kept. Pings never wait behind data.
+    // False: there is no room for it, or data is not wanted; the frame must be kept. Nothing else waits behind data.
     bool deliver(const Op& recv, std::uint64_t nbytes, bool take_data, std::int64_t now);
 
     struct HeldFrame {
@@ -66,6 +68,7 @@ class Receiver {
     const std::uint32_t group_;
     const std::size_t max_inbox_bytes_;
     Heartbeat& heartbeat_;
+    Farewell& farewell_;
     EventQueue& events_;
     CounterTable counters_;
     ReceiverStats stats_;

@@ -47,6 +47,8 @@ bool Sender::must_stop(Transfer& transfer, std::int64_t now) {
     if (transfer.deadline_ns && now >= transfer.deadline_ns) transfer.expired = true;
     if (transfer.peer->removed.load(std::memory_order_relaxed))
         transfer.fail({0, 0, "post", "", "", "the peer was removed"});
+    if (transfer.peer->leaving.load(std::memory_order_relaxed))
+        transfer.fail({0, 0, "post", "", "", "the peer has closed its engine"});
     return transfer.failed || transfer.expired || transfer.cancelled.load(std::memory_order_relaxed);
 }
 

@@ -40,6 +40,10 @@ class Sender {
     bool post(std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now) { return poster_.ping(peer, now); }
+    // False: it has to be tried again.
+    bool say_goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now) {
+        return poster_.goodbye(peer, remote_group, now);
+    }
     bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !talking_.empty(); }
     bool anything_outstanding() const;
     // Whether a transfer waits for a watch's word, which nobody need tell us of.

@@ -157,6 +157,8 @@ class Nic {
     // Closes the endpoint: when it returns, nothing touches caller memory any more and no completion will come.
     // Registrations may (and must) be dropped after it and before the destructor. Calling it twice is fine.
     virtual void close_endpoint() = 0;
+    // The same where all peers have said that they post nothing more: a NIC need not wait for what may still come.
+    virtual void close_quiet_endpoint() { close_endpoint(); }
 
     virtual const NicInfo& info() const = 0;
     virtual std::vector<std::byte> address() const = 0;

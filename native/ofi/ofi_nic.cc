@@ -50,7 +50,8 @@ class OfiNic final : public Nic {
   public:
     OfiNic(InfoPtr info, bool sleeps);
 
-    void close_endpoint() override;
+    void close_endpoint() override { close_endpoint(now_ns() - came_ns_ < kNextNs ? kNextNs : kReadNs); }
+    void close_quiet_endpoint() override { close_endpoint(kReadNs); }
     const NicInfo& info() const override { return facts_; }
     std::vector<std::byte> address() const override { return address_; }
     std::unique_ptr<MemoryHandle> register_memory(void* base, std::uint64_t nbytes) override {
@@ -73,6 +74,7 @@ class OfiNic final : public Nic {
     bool wait_is_hint() const override { return bell_ && bell_->fd() >= 0; }
 
   private:
+    void close_endpoint(std::int64_t read_ns);
     template <typename F, typename Open>
     Fid<F> open(const char* what, Open&& call, const std::string& hint = {});
     void open_cq();
@@ -466,7 +468,8 @@ bool OfiNic::discard() {
     return any;
 }
 
-void OfiNic::close_endpoint() {
+// `read_ns`: for so long it reads before connections end that end badly.
+void OfiNic::close_endpoint(std::int64_t read_ns) {
     if (!endpoint_) return;
     await_connections();
     await_neighbours();
@@ -478,7 +481,7 @@ void OfiNic::close_endpoint() {
     // right after a ping is the time to close.
     if (ends_badly()) {
         registrations_->close_all(receive_descs_);
-        const auto begin = now_ns(), until = begin + (begin - came_ns_ < kNextNs ? kNextNs : kReadNs);
+        const auto begin = now_ns(), until = begin + read_ns;
         for (auto now = begin; now < until; now = now_ns()) {
             if (discard() && now > begin + kReadNs) break;
             std::this_thread::sleep_for(std::chrono::milliseconds(1));

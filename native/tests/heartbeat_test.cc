@@ -29,7 +29,8 @@ class Heartbeats : public ::testing::Test {
             },
             [&](Peer& p, std::int64_t silent_ns) {
                 lost.emplace_back(std::to_integer<int>(p.epoch[0]), silent_ns / kMs);
-            });
+            },
+            [&](Peer& p) { left.push_back(std::to_integer<int>(p.epoch[0])); });
     }
     // Checks every 10 ms, as the progress thread does.
     void checks(std::int64_t from_ms, std::int64_t to_ms) {
@@ -40,6 +41,7 @@ class Heartbeats : public ::testing::Test {
     std::optional<Heartbeat> heartbeat{kOptions};
     bool can_ping = true;
     std::vector<std::pair<int, std::int64_t>> pings, lost;
+    std::vector<int> left;
 };
 
 TEST_F(Heartbeats, pings_at_the_interval) {
@@ -140,6 +142,20 @@ TEST_F(Heartbeats, a_removed_peer_is_not_reported) {
     checks(10, 10'000);
     EXPECT_TRUE(lost.empty());
     EXPECT_TRUE(heartbeat->empty());
+}
+
+TEST_F(Heartbeats, a_peer_that_has_said_goodbye_is_reported_once_and_pinged_no_more) {
+    check(0);
+    const auto p = peer(1);
+    heartbeat->watch(p, 0);
+    checks(10, 300);
+    const auto pinged = pings.size();
+    p->leaving = true;
+    checks(310, 10'000);
+    EXPECT_EQ(left, std::vector{1});
+    EXPECT_TRUE(lost.empty());
+    EXPECT_FALSE(p->silent);
+    EXPECT_EQ(pings.size(), pinged);
 }
 
 // Our own absence (suspended, starved of CPU) is not held against the peers.

@@ -73,7 +73,7 @@ TEST(Frame, another_magic_version_or_kind_is_refused) {
     header = good;
     header.version = 2;
     EXPECT_FALSE(parse_frame(frame_of(header, 4)));
-    for (const std::uint16_t kind : {0, 3, 0x100, 0xffff}) {
+    for (const std::uint16_t kind : {0, 4, 0x100, 0xffff}) {
         header = good;
         header.kind = kind;
         EXPECT_FALSE(parse_frame(frame_of(header, 4))) << kind;

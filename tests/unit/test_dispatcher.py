@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -175,7 +176,7 @@ def test_what_was_open_at_the_end_keeps_no_memory() -> None:
 
 def test_what_nobody_knows_is_ignored() -> None:
     core, dispatcher = make()
-    core.post(ended(77), (COUNTER, 9, 9, 9, True), (USER, 0, 5), (PEER_LOST, B, "silent"))
+    core.post(ended(77), (COUNTER, 9, 9, 9, True), (USER, 0, 5), (PEER_LOST, B, "silent", False))
     assert dispatcher.poll(0) == 4
     assert dispatcher.num_callback_errors == 0
 
@@ -394,10 +395,19 @@ def test_a_lost_peer_is_told_and_its_half_messages_dropped() -> None:
     core, dispatcher = make()
     lost: list[tuple[bytes, str]] = []
     dispatcher.on_peer_lost = lambda epoch, reason: lost.append((epoch, reason))
-    core.post((MESSAGE, A, 1, 10, 0, b"half"), (PEER_LOST, A, "silent"))
+    core.post((MESSAGE, A, 1, 10, 0, b"half"), (PEER_LOST, A, "silent", False))
     dispatcher.poll(0)
     assert lost == [(A, "silent")]
     assert dispatcher.describe()["dropped_messages"] == 1
+
+
+@pytest.mark.parametrize(("closed", "level"), [(False, logging.WARNING), (True, logging.INFO)])
+def test_a_peer_that_closes_is_no_reason_to_warn(closed: bool, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    core, dispatcher = make()
+    core.post((PEER_LOST, A, "gone", closed))
+    with caplog.at_level(logging.INFO, "fabric_kv"):
+        dispatcher.poll(0)
+    assert [record.levelno for record in caplog.records] == [level]
 
 
 def test_of_the_transfers_that_are_held_up_those_that_have_not_ended_are_named() -> None:

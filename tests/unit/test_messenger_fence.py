@@ -108,11 +108,11 @@ def test_a_peer_that_leaves_gives_its_keys_back(seed):
     sim = Sim(seed, prove_fences=1.0)
     fetch = sim.submit(8)
     sim.run(fetch.handle.done)
-    assert sim.decode_engine._keys_of
+    assert sim.decode_engine._memory._keys_of
     sim.prefill._begin_close(0.0)
     sim.run(lambda: not sim.peer.alive)
     sim.settle()
-    assert not sim.decode_engine._keys_of
+    assert not sim.decode_engine._memory._keys_of
     assert not sim.decode._fencing
 
 

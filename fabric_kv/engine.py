@@ -14,26 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from .buffers import locate
+from .closing import DRAIN_S, close_at_end
 from .config import EngineOptions, as_integer, check_integer, check_seconds
 from .core import load_native
-from .description import Description, explain_mode
+from .description import Description
 from .dispatcher import Dispatcher
-from .errors import ClosedError, ConfigError, StuckError
-from .futures import Completion
+from .errors import ClosedError, ConfigError
 from .memory.buffer import SharedBuffer
 from .memory.staging import stage_pieces
+from .opening import open_nics, topology_arguments
 from .prepared import Prepared, PreparedPiece, Watch
-from .regions import CounterToken, EngineAddress, ProcessIdentity, RemoteRegion
+from .regions import CounterToken, EngineAddress, RemoteRegion
 from .registry import Registry
-from .sockaddr import names_of, replaced, text_of
 from .submission import (
     NO_TOKEN,
     PageList,
@@ -58,72 +56,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-# How long close() lets posted operations end by themselves before it closes the endpoints under them.
-_DRAIN_S = 1.0
-
-
 # What a counter can count, and one signal can add.
 MAX_UNITS = 2**57 - 1
 
 _log = logging.getLogger("fabric_kv")
-
-
-def _close(native: _native.Engine, dispatcher: Dispatcher, registry: Registry) -> None:
-    try:
-        native.close(_DRAIN_S)
-    except StuckError as error:
-        _log.error("%s", error)
-        registry.keep()
-    finally:
-        dispatcher.stop()
-
-
-def _names(nics: Sequence[str]) -> list[str]:
-    """One group's NICs."""
-    if isinstance(nics, str):
-        raise ConfigError("nics must be a list of names, not one string")
-    if not isinstance(nics, Iterable):
-        raise ConfigError(f"nics={nics!r} must be a list of names")
-    names = list(nics)
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(f"nics={names!r} must be names or addresses: {name!r} is of type {type(name).__name__}")
-    return names
-
-
-def _advertised(bound: list[list[bytes]], options: EngineOptions) -> tuple[tuple[bytes, ...], ...]:
-    """What peers are told, for each rail of each group."""
-    unused = dict(options.advertise)
-
-    def told(ours: bytes) -> bytes:
-        for name in names_of(ours):
-            if name in options.advertise:
-                unused.pop(name, None)
-                return replaced(ours, options.advertise[name])
-        return ours
-
-    addresses = tuple(tuple(told(ours) for ours in group) for group in bound)
-    if unused:
-        there = [text_of(ours) or "no IP address" for group in bound for ours in group]
-        wrong = f"advertise names {sorted(unused)}, but the NICs have {there}"
-        if options.strict:
-            raise ConfigError(wrong)
-        _log.warning("%s", wrong)  # perhaps a NIC that was left out
-    return addresses
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    # Threads and NICs are the parent's: closing them here would wait for ever, or close them over there.
-    Completion.abandon_lock()
-    for engine in _engines:
-        engine._finalizer.detach()
-        engine._dispatcher.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class Engine:
@@ -166,55 +102,13 @@ class Engine:
         cpus: Sequence[Sequence[int]] = (),
         options: EngineOptions = EngineOptions(),
     ) -> None:
-        if groups is not None and nics:
-            raise ConfigError("give nics (one group) or groups, not both")
-        if not isinstance(options, EngineOptions):
-            raise ConfigError(f"options={options!r} must be EngineOptions(...)")
-        if not isinstance(provider, str | None):
-            raise ConfigError(f"provider={provider!r} must be the name of a libfabric provider, or None")
-        if not isinstance(groups, Iterable | None):
-            raise ConfigError(f"groups={groups!r} must be a list of lists of names")
-        if not isinstance(cpus, Iterable) or not all(isinstance(of_group, Iterable) for of_group in cpus):
-            raise ConfigError(f"cpus={cpus!r} must be a list of lists of cpus, one for each group")
-        rails = [_names(group) for group in ((nics,) if groups is None else groups)]
-        pinned = [[check_integer("cpus", cpu, -(2**31), 2**31 - 1) for cpu in of_group] for of_group in cpus]
-        if not rails or (pinned and len(pinned) != len(rails)):
-            raise ConfigError(f"{len(rails)} groups, but cpus for {len(pinned)}")
-        core = load_native()
-        self._native: _native.Engine
-        self._native, self._left_out = core.open_engine(
-            provider=provider or "",
-            groups=[(group, pinned[i] if pinned else []) for i, group in enumerate(rails)],
-            spin=options.progress == "spin",
-            nic_threads=options.progress_threads == "nic",
-            strict=options.strict,
-            max_transfers=options.max_transfers,
-            max_inbox_bytes=options.max_inbox_bytes,
-            num_counters=options.num_counters,
-            heartbeat_interval_s=options.heartbeat_interval_s,
-            heartbeat_misses=options.heartbeat_misses,
-            connect_s=options.connect_s,
-            stall_s=options.stall_s,
-            close_s=options.close_s,
-            max_registration_bytes=options.max_registration_bytes,
-            max_peer_registrations=options.max_peer_registrations,
-            device_memory=options.device_memory,
-        )
-        for why in self._left_out:
-            _log.warning("started without a NIC: %s", why)
+        self._opened = opened = open_nics(provider, nics=nics, groups=groups, cpus=cpus, options=options)
+        self._native = opened.native
+        self._address = opened.address
         self.options = options
-        epoch, self._bound, process = self._native.address()
-        try:
-            self._address = EngineAddress(
-                epoch, _advertised(self._bound, options), process and ProcessIdentity(*process)
-            )
-        except BaseException:
-            self._native.close(0.0)
-            raise
         self._dispatcher = Dispatcher(self._native, options)
         self._registry = Registry(self._native, self._dispatcher)
-        self._finalizer = weakref.finalize(self, _close, self._native, self._dispatcher, self._registry)
-        _engines.add(self)
+        self._finalizer = close_at_end(self, self._native, self._dispatcher, self._registry)
         try:
             self._dispatcher.start()
         except BaseException:  # no thread to be had
@@ -248,18 +142,7 @@ class Engine:
         ConfigError
             If both a topology and a provider are given.
         """
-        if topology is None:
-            from .topology import discover
-
-            topology = discover(provider=provider)
-        elif provider is not None:
-            raise ConfigError("give a topology or a provider, not both: a topology has its provider")
-        arguments = topology.engine_arguments()
-        for group in topology.groups:
-            _log.info("%s: %s: %s", group.label, ", ".join(nic.label for nic in group.nics), group.reason)
-        for warning in topology.warnings:
-            _log.warning("topology: %s", warning)
-        return cls(**arguments, options=options)
+        return cls(**topology_arguments(topology, provider), options=options)
 
     # -- identity ------------------------------------------------------------------------------------------------------
 
@@ -281,18 +164,14 @@ class Engine:
     def describe(self) -> Description:
         """What was opened, each rail's mode and why, and the figures so far: a dict that prints as a table."""
         path, version = load_native().library()
-        groups = [] if self.closed else self._native.describe()
-        for group, bound, told in zip(groups, self._bound, self._address.groups, strict=False):
-            for rail, ours, theirs in zip(group["rails"], bound, told, strict=True):
-                rail["mode"], rail["mode_why"] = explain_mode(rail)
-                rail["address"], rail["advertised"] = text_of(ours), text_of(theirs)
+        groups = [] if self.closed else self._opened.describe()
         about = {
             "libfabric": {"path": path, "version": version},
             "epoch": self.epoch.hex(),
             "progress": self.options.progress,
             "closed": self.closed,
             "groups": groups,
-            "left_out": list(self._left_out),
+            "left_out": list(self._opened.left_out),
             "staging": self._registry.staging.describe(),
             **self._dispatcher.describe(),
         }
@@ -834,7 +713,7 @@ class Engine:
         """
         self._finalizer()
         # Where another thread was first, its close() may still be at work: memory is safe only after it.
-        self._native.close(_DRAIN_S)
+        self._native.close(DRAIN_S)
         self._registry.let_go()
 
     def __enter__(self) -> Engine:
@@ -874,14 +753,6 @@ class Engine:
                 transfer._native = native
                 self._dispatcher.transfers[native.id] = transfer
         return transfers
-
-    def _new_watch(self, address: int, is_polled: bool) -> _native.Watch:
-        watch: _native.Watch = load_native().Watch(address, is_polled)
-        return watch
-
-    def _new_prepared(self, peer: Peer, pieces: list[_native._Piece]) -> _native.Prepared:
-        prepared: _native.Prepared = load_native().Prepared(peer._native, pieces)
-        return prepared
 
     def _submit_reads(self, peer: Peer, piece: PagePiece, deadline_s: float | None) -> Transfer:
         check_deadline(deadline_s)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import check_integer
+from .core import load_native
 from .errors import ConfigError
 from .futures import fresh
 from .submission import (
@@ -78,7 +79,7 @@ class Watch:
     def __init__(self, engine: Engine, array: NDArray[np.uint64], is_polled: bool) -> None:
         self._engine = engine
         self.array = array
-        self._native = engine._new_watch(array.ctypes.data, is_polled)
+        self._native: _native.Watch = load_native().Watch(array.ctypes.data, is_polled)
 
     def set(self, step: int, layers: int) -> None:
         """Say that ``layers`` layers of ``step`` are done, from any thread.
@@ -133,7 +134,7 @@ class Prepared:
                 self._dst[piece.dst.group] = piece.dst
                 native.append((piece.src._native, *piece[1:3], native_remote(piece.dst), *piece[4:]))
                 regions.append(piece.src)
-            self._native = engine._new_prepared(peer, native)
+            self._native: _native.Prepared = load_native().Prepared(peer._native, native)
         except (AttributeError, TypeError):
             explain_types(peer, pieces)
             raise

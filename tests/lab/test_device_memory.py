@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ..cuda_standin.device_engine_suite import *  # noqa: F403
 from ..cuda_standin.device_suite import *  # noqa: F403
 
 

@@ -30,6 +30,7 @@ from fabric_kv.memory.words import _PTX
 from ..cuda_standin import load_driver_standin
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed: pip install 'fabric_kv[cuda]'")
+from ..cuda_standin.device_engine_suite import *  # noqa: F403
 from ..cuda_standin.device_suite import *  # noqa: F403
 
 ROOT = Path(__file__).parents[2]

@@ -86,7 +86,11 @@ class Forwarder:
 
     def _accept(self) -> None:
         near = self._listener.accept()[0]
-        far = socket.create_connection(self.target, LONG)
+        try:
+            far = socket.create_connection(self.target, LONG)
+        except OSError:  # As when the engine has just closed: whoever came sees it end.
+            near.close()
+            return
         self.num_connections += 1
         self._links |= {near: far, far: near}
         self._waiting.register(near, selectors.EVENT_READ)

@@ -85,7 +85,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         that wait for it are stalled.
     close_s : float
         How long ``Engine.close()`` waits for the NICs to be closed, after what is in flight had its time. It is reached
-        only where the provider does not return from a call.
+        only where the provider does not return from a call. Peers have at most a quarter of it for their goodbyes.
     max_registration_bytes : int
         Larger regions consist of several registrations; for NICs with a limit on one. Where a NIC refuses a size the
         limit is found by trying.

@@ -700,9 +700,9 @@ class Engine:
 
         Posted operations get a second to end by themselves. Then peers hear a goodbye, and what has been posted by
         those that monitor this engine, and are monitored by it, may arrive, within ``heartbeat_interval_s *
-        heartbeat_misses``. Then the endpoints are closed, after which no NIC can touch caller memory. Whatever is still
-        open ends in ClosedError. Calling it twice is fine, also from two threads and from callbacks. A callback that is
-        running is waited for, within five seconds.
+        heartbeat_misses`` and a quarter of ``options.close_s``. Then the endpoints are closed, after which no NIC can
+        touch caller memory. Whatever is still open ends in ClosedError. Calling it twice is fine, also from two threads
+        and from callbacks. A callback that is running is waited for, within five seconds.
 
         Raises
         ------

@@ -153,7 +153,7 @@ class Engine {
     bool wait_until(std::int64_t deadline_ns, const std::function<bool()>& done);
     bool drain_queues(std::int64_t deadline_ns);
     Fence fence_by_registrations(const Peer& peer, std::int64_t deadline_ns);
-    Fence fence_by_exit(const Peer& peer, std::int64_t deadline_ns);
+    Fence fence_by_exit(Peer& peer, std::int64_t deadline_ns);
     void submit_to(Group& group, const std::vector<std::shared_ptr<Transfer>>& transfers);
     std::shared_ptr<Transfer> new_transfer(Transfer::Kind kind, const std::shared_ptr<Peer>& peer);
     void check_remote(const Peer& peer, const RemoteRegion& region) const;

@@ -123,7 +123,7 @@ Fence Engine::fence_by_registrations(const Peer& peer, std::int64_t deadline_ns)
                   "remote_for()");
 }
 
-Fence Engine::fence_by_exit(const Peer& peer, std::int64_t deadline_ns) {
+Fence Engine::fence_by_exit(Peer& peer, std::int64_t deadline_ns) {
     const auto answer = [](bool proven, std::string why) { return Fence{proven, Fence::kExit, std::move(why)}; };
     const auto& here = address_.process;
     if (!here || !peer.process)
@@ -138,6 +138,7 @@ Fence Engine::fence_by_exit(const Peer& peer, std::int64_t deadline_ns) {
     if (!process.unknown().empty()) return answer(false, who + " cannot be watched: " + process.unknown());
     if (!wait_until(deadline_ns, [&] { return process.exited(std::min(deadline_ns - now_ns(), kLookForExitNs)); }))
         return answer(false, who + " has not exited in time");
+    peer.silent.store(true);
     try {
         // A word of ours needs a moment to go round, however impatient the caller is.
         if (drain_queues(std::max(deadline_ns, now_ns() + kLeastDrainNs)))

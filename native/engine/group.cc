@@ -52,8 +52,10 @@ Group::Group(std::uint32_t index, const Epoch& epoch, std::vector<std::unique_pt
       rails_(make_rails(index, give_threads(std::move(nics), options, pollers_))),
       heartbeat_(options.heartbeat),
       sender_(index, epoch, rails_, options.max_transfers, *events_),
-      farewell_(index, sender_, std::move(peers)),
+      farewell_(index, rails_.size(), heartbeat_.lost_after_ns() / 2, sender_, std::move(peers)),
       receiver_(index, options.num_counters, options.max_inbox_bytes, heartbeat_, farewell_, *events_),
+      in_order_(
+          std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->info().ordered_writes; })),
       rest_(options.spin, nics_of(rails_)),
       submissions_(options.max_transfers),
       calls_(options.max_transfers) {
@@ -146,7 +148,7 @@ bool Group::round(std::int64_t now) {
     bool worked = take_submissions();
     worked |= sender_.post(now);
     for (auto& rail : rails_) worked |= poll_rail(*rail, now);
-    if (farewell_.pending()) worked |= farewell_.step(now);
+    if (farewell_.pending()) worked |= farewell_.step(now, receiver_.holds());
     if (now >= next_housekeeping_ns_) housekeeping(now);
     for (std::size_t k = 0; k < pollers_.size(); ++k) pollers_[k]->expect(rails_[k]->outstanding_ops != 0);
     return worked;
@@ -223,6 +225,10 @@ void Group::housekeeping(std::int64_t now) {
     }
     check_waiting(now);
     sender_.sweep(now);
+    check_peers(now);
+}
+
+void Group::check_peers(std::int64_t now) {
     const auto lost = [&](const Peer& peer, Outcome how, std::string why) {
         Event event;
         event.kind = Event::kPeerLost;
@@ -232,7 +238,7 @@ void Group::housekeeping(std::int64_t now) {
         events_->post(std::move(event));
     };
     heartbeat_.check(
-        now, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
+        now, in_order_, [&](const std::shared_ptr<Peer>& peer) { return sender_.ping(peer, now); },
         [&](const Peer& peer, std::int64_t silent_ns) {
             lost(peer, Outcome::kFailed, "nothing was heard for " + std::to_string(silent_ns / kMillisecond) + " ms");
         },
@@ -318,9 +324,12 @@ void Group::drain() {
     sender_.stop_all();
     const auto deadline = drain_until_ns_.load();
     for (auto now = now_ns(); !sender_.empty() && now < deadline; now = now_ns()) {
-        bool worked = false;
         round_began_ns_.store(now, std::memory_order_relaxed);
-        for (auto& rail : rails_) worked |= poll_rail(*rail, now);
+        bool worked = say_and_hear(now);
+        if (now >= next_housekeeping_ns_) {
+            next_housekeeping_ns_ = now + kHousekeepingNs;
+            check_peers(now);
+        }
         round_began_ns_.store(0, std::memory_order_relaxed);
         if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
     }
@@ -329,18 +338,25 @@ void Group::drain() {
 // Peers that do not answer for as long as would have them counted as lost may well be gone.
 void Group::take_leave() {
     const auto begin = now_ns(), until = begin + std::min(heartbeat_.lost_after_ns(), options_.end_ns / 4);
-    farewell_.begin(until);
+    receiver_.stop_holding(begin);
+    farewell_.begin(begin, until);
     for (auto now = begin; farewell_.pending() && now < until; now = now_ns()) {
         round_began_ns_.store(now, std::memory_order_relaxed);
-        bool worked = farewell_.step(now);
-        for (auto& rail : rails_) {
-            rail->post_receives();
-            worked |= poll_rail(*rail, now);
-        }
+        const bool worked = say_and_hear(now);
         round_began_ns_.store(0, std::memory_order_relaxed);
         if (!worked) std::this_thread::sleep_for(std::chrono::nanoseconds(50 * kMicrosecond));
     }
-    quiet_ = !farewell_.pending();
+    quiet_ = farewell_.quiet(now_ns());
+}
+
+bool Group::say_and_hear(std::int64_t now) {
+    bool worked = farewell_.step(now, receiver_.holds());
+    receiver_.deliver_held(now);
+    for (auto& rail : rails_) {
+        rail->post_receives();
+        worked |= poll_rail(*rail, now);
+    }
+    return worked;
 }
 
 void Group::begin_close(std::int64_t drain_ns) {

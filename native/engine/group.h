@@ -97,6 +97,7 @@ class Group {
     bool poll_rail(Rail& rail, std::int64_t now);
     void on_failure(Rail& rail, FailedCompletion failure, std::int64_t now);
     void housekeeping(std::int64_t now);
+    void check_peers(std::int64_t now);
     void check_stall(Rail& rail, std::int64_t now);
     void check_links(Rail& rail, std::int64_t now);
     void check_waiting(std::int64_t now);
@@ -104,6 +105,8 @@ class Group {
     void fault(Event::Kind kind, OpError error, std::uint64_t silent_ns = 0, std::uint64_t outstanding_bytes = 0);
     void drain();
     void take_leave();
+    // One round of a group that is about to end. True if anything was done.
+    bool say_and_hear(std::int64_t now);
 
     const std::uint32_t index_;
     const GroupOptions options_;
@@ -114,6 +117,7 @@ class Group {
     Sender sender_;
     Farewell farewell_;
     Receiver receiver_;
+    const bool in_order_;  // what is sent on a link comes behind what was written there before
     Rest rest_;
 
     std::atomic<std::uint64_t> found_limit_{~std::uint64_t{0}};  // see limit_registrations()

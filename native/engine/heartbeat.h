@@ -41,7 +41,9 @@ class Heartbeat {
     // let go of yet.
     void watch(std::shared_ptr<Peer> peer, std::int64_t now) {
         auto& entry = watched_[peer->epoch];
-        if (entry.peer != peer) entry = {std::move(peer), now, now, false};
+        if (entry.peer == peer) return;
+        peer->silent.store(false);
+        entry = {std::move(peer), now, now, false};
     }
     bool empty() const { return watched_.empty(); }
     std::int64_t interval_ns() const { return options_.interval_ns; }
@@ -61,9 +63,10 @@ class Heartbeat {
     }
 
     // Calls ping(peer) for each peer that is due, again at the next check where that is false, lost(peer, silent_ns)
-    // for each that was silent for too long, and left(peer) for each that said goodbye; those are forgotten.
+    // for each that was silent for too long, and left(peer) for each that said goodbye; those are forgotten. Where a
+    // goodbye may overtake what was written before, it has to be silent as well.
     template <typename Ping, typename Lost, typename Left>
-    void check(std::int64_t now, Ping&& ping, Lost&& lost, Left&& left) {
+    void check(std::int64_t now, bool in_order, Ping&& ping, Lost&& lost, Left&& left) {
         // A round that comes late (the machine was suspended, or starved of CPU) says nothing about the peers.
         const bool late = last_check_ns_ && now - last_check_ns_ > 2 * options_.interval_ns;
         const auto gap = now - last_check_ns_;
@@ -74,7 +77,8 @@ class Heartbeat {
                 it = watched_.erase(it);
                 continue;
             }
-            if (entry.peer->leaving.load()) {
+            const bool leaving = entry.peer->leaving.load();
+            if (leaving && in_order && entry.peer->has_left()) {
                 left(*entry.peer);
                 it = watched_.erase(it);
                 continue;
@@ -83,11 +87,15 @@ class Heartbeat {
             const auto bound = entry.heard ? lost_after_ns() : options_.connect_ns;
             if (now - entry.heard_ns > bound) {
                 entry.peer->silent.store(true);
-                lost(*entry.peer, now - entry.heard_ns);
+                if (leaving)
+                    left(*entry.peer);
+                else
+                    lost(*entry.peer, now - entry.heard_ns);
                 it = watched_.erase(it);
                 continue;
             }
-            if (now >= entry.next_ping_ns && ping(entry.peer)) entry.next_ping_ns = now + options_.interval_ns;
+            if (!leaving && now >= entry.next_ping_ns && ping(entry.peer))
+                entry.next_ping_ns = now + options_.interval_ns;
             ++it;
         }
     }

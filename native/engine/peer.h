@@ -74,11 +74,20 @@ struct Peer {
     };
     // How far one of our groups and one of the peer's are with taking leave of each other.
     struct Goodbye {
+        struct Way {
+            std::size_t link;
+            bool said = false;
+        };
         bool begun = false;          // by us
-        std::vector<Link*> links;    // over which we say so ...
-        std::size_t said = 0;        // ... and have, so many of them
+        std::vector<Way> ways;       // over which we say so
         std::uint64_t heard = 0;     // how often the peer has
         std::uint64_t expected = 0;  // how often it will have; 0: it has not begun
+        bool counted = false;        // in pairs_heard
+
+        bool all_heard() const { return expected > 0 && heard >= expected; }
+        bool all_said() const {
+            return begun && std::all_of(ways.begin(), ways.end(), [](const Way& way) { return way.said; });
+        }
     };
     // What one of our groups keeps of this peer: [remote group][pair], filled at the first use. The addresses stay in
     // the NICs' tables as long as the engine lives: taking one out while that peer may still send crashes shm (1.17).
@@ -88,7 +97,16 @@ struct Peer {
         std::deque<Transfer*> messages;      // not posted yet, in order
         std::uint64_t refused_in_round = 0;  // of the sender, when a transfer could post nothing
         PeerStats stats;
+
+        const Link* find_link(std::uint32_t remote_group, std::size_t pair) const {
+            if (remote_group >= links.size() || pair >= links[remote_group].size()) return nullptr;
+            return &links[remote_group][pair];
+        }
     };
+
+    bool is_self() const { return epoch == owner; }
+    // Whether it has said goodbye wherever it may have posted something, and all that came before has been delivered.
+    bool has_left() const { return pairs_heard.load() == sides.size() * groups.size(); }
 
     Epoch epoch{};
     Epoch owner{};                                            // the engine that knows it: nobody else may use its links
@@ -97,9 +115,10 @@ struct Peer {
     std::optional<ProcessId> process;                         // where it runs, if it says so
     std::shared_ptr<PeerKeys> keys;                           // the same for every Peer of this epoch
     std::atomic<bool> removed{false};
-    std::atomic<bool> watched{false};  // we listen for its heartbeats, and it for ours: it answers
-    std::atomic<bool> silent{false};   // for longer than it may be
-    std::atomic<bool> leaving{false};  // it has said goodbye: nothing is posted to it any more
+    std::atomic<bool> watched{false};         // we listen for its heartbeats, and it is to listen for ours
+    std::atomic<bool> silent{false};          // for longer than it may be, or it has exited
+    std::atomic<bool> leaving{false};         // it has said goodbye: nothing is posted to it any more
+    std::atomic<std::size_t> pairs_heard{0};  // of our groups and the peer's, in which all goodbyes have come
 };
 
 }  // namespace fkv

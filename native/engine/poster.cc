@@ -460,31 +460,20 @@ bool Poster::ping(const std::shared_ptr<Peer>& peer, std::int64_t now) {
     }
 }
 
-bool Poster::goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now) {
-    auto& goodbye = peer->sides[group_]->goodbyes[remote_group];
-    if (!goodbye.begun) {
-        std::vector<Peer::Link>* links;
-        try {
-            links = &links_to(*peer, remote_group);
-        } catch (const Error&) {  // it is gone already
-            goodbye.begun = true;
-            return true;
-        }
-        if (std::any_of(links->begin(), links->end(), [](const auto& link) { return link.ops_in_flight > 0; }))
-            return false;
-        for (auto& link : *links)
-            if (link.was_used() && !(link.has_failed && rails_[link.local_rail]->info().fail_stop))
-                goodbye.links.push_back(&link);
-        if (std::none_of(links->begin(), links->end(), [](const auto& link) { return link.was_used(); }))
-            goodbye.links.push_back(&links->front());
-        goodbye.begun = true;
+std::vector<Peer::Link>* Poster::find_links(Peer& peer, std::uint32_t remote_group) {
+    try {
+        return &links_to(peer, remote_group);
+    } catch (const Error&) {
+        return nullptr;
     }
-    const auto id = std::uint64_t{group_} << 32 | goodbye.links.size();
-    for (; goodbye.said < goodbye.links.size(); ++goodbye.said)
-        if (post_frame(header_of(FrameKind::kGoodbye, id), {}, peer, *goodbye.links[goodbye.said], nullptr, now) ==
-            PostResult::kAgain)
-            return false;
-    return true;
+}
+
+bool Poster::is_broken(const Peer::Link& link) const {
+    return link.has_failed && rails_[link.local_rail]->info().fail_stop;
+}
+
+bool Poster::goodbye(const std::shared_ptr<Peer>& peer, Peer::Link& link, std::uint64_t id, std::int64_t now) {
+    return post_frame(header_of(FrameKind::kGoodbye, id), {}, peer, link, nullptr, now) != PostResult::kAgain;
 }
 
 }  // namespace fkv

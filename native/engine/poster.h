@@ -26,9 +26,11 @@ class Poster {
     PostResult post_some(Transfer& transfer, std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now);
-    // Says goodbye to one of the peer's groups, once nothing is in flight to it, on every link that was used, or else
-    // on the first. False: not on all yet.
-    bool goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now);
+    bool goodbye(const std::shared_ptr<Peer>& peer, Peer::Link& link, std::uint64_t id, std::int64_t now);
+    // Null: the provider refuses the peer's address.
+    std::vector<Peer::Link>* find_links(Peer& peer, std::uint32_t remote_group);
+    // Whether a post there would go over another connection than those before.
+    bool is_broken(const Peer::Link& link) const;
     // Why a transfer that waits for a rail cannot go on: all that it may go by take nothing, or complete nothing, for
     // `for_ns`. Empty if that is not so.
     std::string why_held_up(const Transfer& transfer, std::int64_t now, std::int64_t for_ns);

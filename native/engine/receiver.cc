@@ -40,7 +40,7 @@ bool Receiver::deliver(const Op& recv, std::uint64_t nbytes, bool take_data, std
         if (!farewell_.on_goodbye(frame->header, now)) stats_.malformed_frames.add(1);
         return true;
     }
-    if (!take_data || events_.inbox_bytes() + frame->payload.size() > max_inbox_bytes_) return false;
+    if (!take_data || events_.inbox_bytes() + frame->payload.size() > max_inbox_bytes_) return drops_;
     Event event;
     event.kind = Event::kMessage;
     event.peer = frame->header.sender;

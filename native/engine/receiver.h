@@ -50,6 +50,11 @@ class Receiver {
         if (!held_.empty()) heartbeat_.deaf(now);
     }
     bool holds() const { return !held_.empty(); }
+    // From here on data for which there is no room is dropped: nobody is going to make any.
+    void stop_holding(std::int64_t now) {
+        drops_ = true;
+        deliver_held(now);
+    }
 
     CounterTable& counters() { return counters_; }
     const ReceiverStats& stats() const { return stats_; }
@@ -73,6 +78,7 @@ class Receiver {
     CounterTable counters_;
     ReceiverStats stats_;
     std::deque<HeldFrame> held_;
+    bool drops_ = false;
 };
 
 }  // namespace fkv

@@ -40,9 +40,15 @@ class Sender {
     bool post(std::int64_t now);
     // False: there is no room for it now.
     bool ping(const std::shared_ptr<Peer>& peer, std::int64_t now) { return poster_.ping(peer, now); }
+    // The links to one of a peer's groups; null if its address is refused.
+    std::vector<Peer::Link>* links_to(Peer& peer, std::uint32_t remote_group) {
+        return poster_.find_links(peer, remote_group);
+    }
+    // Whether what is posted there would go over another connection than what was posted before.
+    bool is_broken(const Peer::Link& link) const { return poster_.is_broken(link); }
     // False: it has to be tried again.
-    bool say_goodbye(const std::shared_ptr<Peer>& peer, std::uint32_t remote_group, std::int64_t now) {
-        return poster_.goodbye(peer, remote_group, now);
+    bool say_goodbye(const std::shared_ptr<Peer>& peer, Peer::Link& link, std::uint64_t id, std::int64_t now) {
+        return poster_.goodbye(peer, link, id, now);
     }
     bool anything_queued() const { return !urgent_.empty() || !bulk_.empty() || !talking_.empty(); }
     bool anything_outstanding() const;

@@ -163,6 +163,29 @@ def test_an_engine_closes_while_its_neighbour_writes_to_it(provider: Any) -> Non
                 assert isinstance(transfer.exception(LONG), None | TransferError)
 
 
+def test_who_closes_is_lost_after_all_that_it_wrote_and_sent_has_come(provider: Any) -> None:
+    patient = {"heartbeat_interval_s": 2.0}  # silence alone would tell after 10 s
+    nbytes = 4 << 20
+    with open_engine(provider, **patient) as b:
+        memory = b.register(np.zeros(nbytes, np.uint8))
+        for _ in range(4):
+            seen: list[str] = []
+            b.on_message(lambda _sender, payload, seen=seen: seen.append(payload.decode()))
+            b.on_peer_lost(lambda _epoch, reason, seen=seen: seen.append(reason))
+            with open_engine(provider, **patient) as a, b.counter(unit_bytes=1 << 20, expected_units=4) as counter:
+                counter.add_done_callback(lambda _, seen=seen: seen.append("counted"))
+                b.add_peer(a.address, monitor=True)
+                peer = a.add_peer(b.address, monitor=True)
+                source = a.register(np.ones(nbytes, np.uint8))
+                written = a.write(peer, source, 0, memory.remote, 0, nbytes, token=counter.token)
+                sent = a.send(peer, b"sent")
+                written.result(LONG)
+                sent.result(LONG)
+                a.close()
+                assert wait_for(lambda seen=seen: "it has closed its engine" in seen), seen
+                assert sorted(seen[:-1]) == ["counted", "sent"], seen
+
+
 def test_a_closed_engine_keeps_nothing_of_its_callbacks(provider: Any) -> None:
     class Owner:
         pass

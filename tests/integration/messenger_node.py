@@ -213,11 +213,14 @@ class DecodeNode:
         if error is None:
             handle.wrong = self.compare(handle.result(0), number, num_tokens, pages)
         if error is None or error.pages_clean:
-            for array in self.arrays:
-                array[:, :, pages] = CANARY
-            with self.lock:
-                self.free += pages.tolist()
+            self.take_back(pages)
         handle.checked.set()
+
+    def take_back(self, pages):
+        for array in self.arrays:
+            array[:, :, pages] = CANARY
+        with self.lock:
+            self.free += pages.tolist()
 
     def check(self, handle, timeout):
         """Wait for a request that must succeed; result() may return before on_done has run."""
@@ -249,6 +252,9 @@ class DecodeNode:
                 ends[type(error).__name__] += 1
                 if error is None and handle.wrong is not None:
                     wrong.append(f"{handle.request_id}: {handle.wrong}")
+            # Later proven clean: something may have been written before, and nothing may be from now on.
+            for item in self.messenger.reclaim():
+                self.take_back(item.pages[0])
             for handle in open_:
                 if dice.random() < 0.002:
                     handle.cancel()
@@ -264,7 +270,7 @@ class DecodeNode:
             else:
                 time.sleep(0.001)
         for item in self.messenger.reclaim():
-            self.free += item.pages[0].tolist()
+            self.take_back(item.pages[0])
         return {"ends": ends, "wrong": wrong, "intact": self.canaries_intact()}
 
     def canaries_intact(self):

@@ -55,12 +55,6 @@ bool Doorbell::clear() {
     return rung;
 }
 
-void Doorbell::ring(std::string_view address) {
-    sockaddr_un name;
-    const auto name_bytes = make_name(address, name);
-    ::sendto(socket_, "", 1, MSG_NOSIGNAL, reinterpret_cast<const sockaddr*>(&name), name_bytes);
-}
-
 void Doorbell::add(PeerAddress peer, std::string_view address) {
     if (socket_ < 0) return;
     auto& added = peers_[peer];

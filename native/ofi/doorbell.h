@@ -35,8 +35,6 @@ class Doorbell {
 
     void add(PeerAddress peer, std::string_view address);
     void remove(PeerAddress peer) { peers_.erase(peer); }
-    // Rings, whether it is a peer or not.
-    void ring(std::string_view address);
     // To be called after each post. Rings where the last post is so long ago that the peer may have gone to sleep.
     void posted(PeerAddress peer);
 

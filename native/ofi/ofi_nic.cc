@@ -19,7 +19,6 @@
 #include <optional>
 #include <random>
 #include <set>
-#include <shared_mutex>
 #include <string_view>
 #include <thread>
 
@@ -40,15 +39,27 @@ constexpr std::size_t kMaxDepth = 2048;
 
 // Longer names than this are nobody's address: libfabric's own buffers for them have 64 to 256 bytes.
 constexpr std::size_t kMaxName = 256;
+// What follows it in the name of an shm endpoint names its queue, for shm_open(3).
+constexpr std::string_view kShmScheme = "fi_shm://";
 // Before connections end that end badly.
 constexpr std::int64_t kReadNs = 20 * kMillisecond;   // read for so long
 constexpr std::int64_t kNextNs = 250 * kMillisecond;  // where something has come of late, the next comes by then
 
 static_assert(sizeof(OpContext) >= sizeof(fi_context2), "providers may use all of fi_context2");
 
+// What an endpoint needs that stays open after it has left, for its neighbours: neighbours.h.
+struct Remains {
+    Fid<fid_fabric> fabric{nullptr, Closer{"fabric"}};
+    Fid<fid_domain> domain{nullptr, Closer{"domain"}};
+    Fid<fid_cq> cq{nullptr, Closer{"completion queue"}};
+    Fid<fid_av> av{nullptr, Closer{"address table"}};
+    Fid<fid_ep> endpoint{nullptr, Closer{"endpoint"}};
+};
+
 class OfiNic final : public Nic {
   public:
     OfiNic(InfoPtr info, bool sleeps);
+    ~OfiNic() override;
 
     void close_endpoint() override { close_endpoint(now_ns() - came_ns_ < kNextNs ? kNextNs : kReadNs); }
     void close_quiet_endpoint() override { close_endpoint(kReadNs); }
@@ -81,17 +92,17 @@ class OfiNic final : public Nic {
     void check_peer_address(std::span<const std::byte> address) const;
     template <typename Call>
     PostResult post(const char* op, PeerAddress peer, Call&& call);
-    std::shared_lock<std::shared_timed_mutex> at_work() const;
     void await_connections();
     // Whether rxm may read what has come in on a connection after it has freed that.
     bool ends_badly() const { return facts_.fail_stop && facts_.nic_checks_keys; }
-    void check_left(bool left) const;
-    void await_neighbours();
-    bool discard();
+    void answer_neighbours();
+    void leave();
+    bool discard(std::size_t max_reads = 64, std::size_t max_empty = 2);
     OpError error(const char* op, int fi_errno, int prov_errno = 0, std::string text = {}) const;
 
     InfoPtr info_;
     NicInfo facts_;
+    const std::shared_ptr<Remains> remains_ = std::make_shared<Remains>();
     Fid<fid_fabric> fabric_;
     Fid<fid_domain> domain_;
     Fid<fid_cq> cq_;
@@ -219,6 +230,14 @@ OfiNic::OfiNic(InfoPtr info, bool sleeps)
     if (facts_.shared_memory && !facts_.wait_fd) bell_ = std::make_unique<Doorbell>(name_of(address_), sleeps);
 }
 
+// Its registrations close before what is handed over here.
+OfiNic::~OfiNic() {
+    remains_->fabric = std::move(fabric_);
+    remains_->domain = std::move(domain_);
+    remains_->cq = std::move(cq_);
+    remains_->av = std::move(av_);
+}
+
 void OfiNic::open_cq() {
     fi_cq_attr attr{};
     attr.format = FI_CQ_FORMAT_DATA;
@@ -267,7 +286,7 @@ void OfiNic::check_peer_address(std::span<const std::byte> address) const {
                                                  "'. Hint: both sides must open the same provider");
     // 1.17 gives a name without shared memory behind it the place of the peer that is inserted next: what is sent to
     // the one arrives at the other, or crashes.
-    if (scheme == "fi_shm://") {
+    if (scheme == kShmScheme) {
         const int fd = shm_open(theirs.data() + scheme.size(), O_RDWR, 0);
         if (fd < 0)
             throw Error(ErrorKind::kUnreachable,
@@ -279,23 +298,24 @@ void OfiNic::check_peer_address(std::span<const std::byte> address) const {
 }
 
 PeerAddress OfiNic::insert_peer(std::span<const std::byte> address) {
+    // Whoever has left before they could meet has removed its name, which is looked for next.
+    auto neighbour = self_ ? self_->meet(name_of(address)) : nullptr;
     check_peer_address(address);
+    if (neighbour && *neighbour)
+        throw Error(ErrorKind::kUnreachable, "the endpoint at a peer's NIC address was closed by this process");
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    const auto lock = at_work();
     const int count = fi_av_insert(av_.get(), address.data(), 1, &peer, 0, nullptr);
     if (count != 1 || peer == FI_ADDR_UNSPEC) {
         auto failure =
             call_failed("fi_av_insert", count < 0 ? count : -FI_EADDRNOTAVAIL, facts_.provider, facts_.domain);
         throw Error(ErrorKind::kUnreachable, failure.what(), failure.op());
     }
-    if (self_)
-        if (auto neighbour = Neighbour::find(name_of(address))) neighbours_[peer] = std::move(neighbour);
+    if (neighbour) neighbours_[peer] = std::move(neighbour);
     if (bell_) bell_->add(peer, name_of(address));
     return peer;
 }
 
 void OfiNic::remove_peer(PeerAddress peer) {
-    const auto lock = at_work();
     neighbours_.erase(peer);
     connecting_.erase(peer);
     if (bell_) bell_->remove(peer);
@@ -308,17 +328,13 @@ OpError OfiNic::error(const char* op, int fi_errno, int prov_errno, std::string 
     return {fi_errno, prov_errno, op, facts_.provider, facts_.domain, std::move(text)};
 }
 
-std::shared_lock<std::shared_timed_mutex> OfiNic::at_work() const {
-    return self_ ? self_->at_work() : std::shared_lock<std::shared_timed_mutex>();
-}
-
 // Runs call(), a libfabric post to `peer`, and says how it went.
 template <typename Call>
 PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
-    const auto lock = at_work();
     const auto neighbour = neighbours_.empty() ? neighbours_.end() : neighbours_.find(peer);
-    const bool gone = neighbour != neighbours_.end() && *neighbour->second;
-    const ssize_t rc = gone ? -FI_ENOTCONN : call();
+    const ssize_t rc = self_ && neighbour != neighbours_.end()
+                           ? self_->post_to(*neighbour->second, call, static_cast<ssize_t>(-FI_ENOTCONN))
+                           : call();
     if (rc == 0) {
         if (!connecting_.empty()) connecting_.erase(peer);
         if (bell_ && peer != FI_ADDR_UNSPEC) bell_->posted(peer);
@@ -328,6 +344,7 @@ PostResult OfiNic::post(const char* op, PeerAddress peer, Call&& call) {
         if (peer != FI_ADDR_UNSPEC) connecting_.insert(peer);
         return PostResult::kAgain;
     }
+    const bool gone = neighbour != neighbours_.end() && *neighbour->second;
     post_error_ = error(op, static_cast<int>(-rc), 0, gone ? "the peer's endpoint was closed by this process" : "");
     return PostResult::kFailed;
 }
@@ -408,6 +425,7 @@ PostResult OfiNic::post_recv(const MessageOp& op) {
 void OfiNic::await_connections() {
     constexpr int kTries = 500;
     if (!self_) return;  // elsewhere a connection that breaks off harms nobody
+    std::erase_if(connecting_, [&](PeerAddress peer) { return neighbours_.contains(peer); });
     OpContext context;
     for (int tries = 0; tries < kTries && !connecting_.empty(); ++tries) {
         if (tries > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -420,48 +438,30 @@ void OfiNic::await_connections() {
     }
 }
 
-void OfiNic::check_left(bool left) const {
-    if (!left)
-        throw Error(ErrorKind::kStuck, facts_.provider + " NIC " + facts_.domain +
-                                           " cannot be closed: a call of the provider has not returned on another one "
-                                           "of this process");
+// What our neighbours have posted to us is answered, since behind what is not nothing completes at them any more. A
+// poll stops at each command whose key it refuses, and the queue holds one for each receive.
+void OfiNic::answer_neighbours() {
+    if (self_ && self_->retire()) discard(facts_.rx_depth, facts_.rx_depth);
 }
 
-// What we have posted and answered is taken out of our neighbours' queues before ours is gone. They may close, too, so
-// ours is emptied meanwhile. Of those that nobody polls nothing is taken out: they are not waited for for long.
-void OfiNic::await_neighbours() {
-    constexpr int kPasses = 4;  // what finds a lock taken, or a key that is refused, is left for the next poll
-    constexpr int kTries = 1000, kTriesUnpolled = 400;  // of a millisecond each, in all passes together
-    if (!self_) return;
-    auto& self = *self_;
-    check_left(self.retire());
-    discard();  // the last that they have posted is answered
-    for (int pass = 0, tries = 0; pass < kPasses; ++pass) {
-        const auto time = self.move_on();
-        auto busy = self.busy_before(time, tries > kTriesUnpolled);
-        if (bell_)
-            for (const auto& name : busy) bell_->ring(name);
-        for (int looks = 0; !busy.empty(); ++looks) {
-            if (tries == kTries) return;
-            discard();
-            busy = self.busy_before(time, tries > kTriesUnpolled);
-            if (busy.empty()) break;
-            std::this_thread::sleep_for(std::chrono::microseconds(looks < 10 ? 50 : 1000));
-            tries += looks >= 10;
-        }
-    }
+void OfiNic::leave() {
+    if (!self_) return endpoint_.reset();
+    // Closing does that, too; but nobody is to find one that is only kept.
+    const auto name = name_of(address_);
+    if (name.starts_with(kShmScheme)) shm_unlink(name.c_str() + kShmScheme.size());
+    if (self_->leave(remains_))
+        remains_->endpoint = std::move(endpoint_);
+    else
+        endpoint_.reset();
 }
 
-// Reads until nothing comes any more. Whether anything did.
-bool OfiNic::discard() {
+// Reads until nothing has come so many times in a row. Whether anything did.
+bool OfiNic::discard(std::size_t max_reads, std::size_t max_empty) {
     bool any = false;
-    for (int reads = 0, empty = 0; reads < 64 && empty < 2; ++reads) {
-        const auto lock = at_work();
-        const auto time = self_ ? self_->time() : 0;
+    for (std::size_t reads = 0, empty = 0; reads < max_reads && empty < max_empty; ++reads) {
         fi_cq_err_entry error{};
         const auto n = fi_cq_read(cq_.get(), entries_.data(), entries_.size());
         empty = n == -FI_EAGAIN ? empty + 1 : 0;
-        if (self_) self_->polled(time, empty > 0);
         if (n == -FI_EAVAIL) fi_cq_readerr(cq_.get(), &error, 0);
         any |= n > 0;
     }
@@ -472,7 +472,7 @@ bool OfiNic::discard() {
 void OfiNic::close_endpoint(std::int64_t read_ns) {
     if (!endpoint_) return;
     await_connections();
-    await_neighbours();
+    answer_neighbours();
     // rxm crashes when one of its own messages (a credit) is still unread as its connection closes: read first.
     discard();
     // On verbs it crashes when something comes in while a connection closes. Without its key no peer writes data any
@@ -494,19 +494,13 @@ void OfiNic::close_endpoint(std::int64_t read_ns) {
         discard();
         if (tries > 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (self_)
-        check_left(self_->leave([&] { endpoint_.reset(); }));
-    else
-        endpoint_.reset();
+    leave();
 }
 
 int OfiNic::poll(std::span<Completion> out) {
     // rxm reports errors of a closed endpoint, but crashes when asked what they mean.
     if (!endpoint_) return 0;
-    const auto lock = at_work();
-    const auto time = self_ ? self_->time() : 0;
     const auto n = fi_cq_read(cq_.get(), entries_.data(), std::min(out.size(), entries_.size()));
-    if (self_) self_->polled(time, n == -FI_EAGAIN);
     if (n == -FI_EAGAIN) return 0;
     if (n < 0) return -1;
     if (ends_badly()) came_ns_ = now_ns();

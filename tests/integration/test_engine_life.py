@@ -42,15 +42,27 @@ def exchange(a: Engine, b: Engine) -> None:
     a.send(peer, b"hello").result(LONG)
 
 
+def survives(module: str, *arguments: str, cwd: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.{module}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=cwd,
+    )
+    assert done.returncode == 0, f"{arguments}: {done.stderr[-2000:]}"
+
+
 @pytest.mark.parametrize("turn", range(4))
 def test_engines_of_one_process_close_over_shm_while_they_still_talk(turn: int, seed: int, tmp_path: Path) -> None:
     """What one has posted and answered is in the others' queues still: whoever took that out crashed."""
-    command = [sys.executable, "-m", f"{__package__}.shm_neighbours", str(seed + turn), "6"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LONG, env={**os.environ, "PYTHONPATH": str(root)}, cwd=tmp_path
-    )
-    assert done.returncode == 0, f"seed {seed + turn}: {done.stderr[-2000:]}"
+    survives("shm_neighbours", str(seed + turn), "6", cwd=tmp_path)
+
+
+def test_an_engine_closes_over_shm_while_its_answer_waits_behind_a_stopped_process(tmp_path: Path) -> None:
+    survives("shm_leavers", cwd=tmp_path)
 
 
 def test_eight_engines_at_once(provider: Any, spare_peers: list[PeerProcess]) -> None:

@@ -15,7 +15,7 @@ bool Farewell::on_goodbye(const FrameHeader& header, std::int64_t now) {
     const auto remote_group = header.message_id >> 32, links = header.message_id & 0xffffffff;
     if (peer->is_self() || remote_group >= peer->groups.size()) return false;
     auto& goodbye = peer->sides[group_]->goodbyes[remote_group];
-    if (links == 0 || links > std::max(num_rails_, peer->groups[remote_group].size())) return false;
+    if (links == 0 || links > num_links(*peer, remote_group)) return false;
     if (goodbye.expected != 0 && goodbye.expected != links) return false;
     goodbye.expected = links;
     ++goodbye.heard;
@@ -42,8 +42,7 @@ void Farewell::begin(std::int64_t now, std::int64_t until_ns) {
         const bool may_write = peer->watched.load();
         for (std::uint32_t k = 0; k < peer->groups.size(); ++k) {
             bool tell = may_write;
-            for (std::size_t i = 0; i < std::max(num_rails_, peer->groups[k].size()); ++i)
-                tell = tell || was_used(lives, k, i);
+            for (std::size_t i = 0; i < num_links(*peer, k); ++i) tell = tell || was_used(lives, k, i);
             if (tell) open(peer, k, now, until_ns);
         }
     }
@@ -107,21 +106,15 @@ Farewell::Lives Farewell::lives_of(const std::shared_ptr<Peer>& peer) const {
 }
 
 bool Farewell::was_used(const Lives& lives, std::uint32_t remote_group, std::size_t link) const {
-    return std::any_of(lives.begin(), lives.end(), [&](const auto& peer) {
-        const auto* found = peer->sides[group_]->find_link(remote_group, link);
-        return found && found->was_used();
-    });
+    return any_of(lives, remote_group, link, [](const Peer::Link& found) { return found.was_used(); });
 }
 
 bool Farewell::is_busy(const Lives& lives, std::uint32_t remote_group, std::size_t link) const {
-    return std::any_of(lives.begin(), lives.end(), [&](const auto& peer) {
-        const auto* found = peer->sides[group_]->find_link(remote_group, link);
-        return found && found->ops_in_flight > 0;
-    });
+    return any_of(lives, remote_group, link, [](const Peer::Link& found) { return found.ops_in_flight > 0; });
 }
 
 bool Farewell::is_busy(const Lives& lives, std::uint32_t remote_group) const {
-    for (std::size_t i = 0; i < std::max(num_rails_, lives.back()->groups[remote_group].size()); ++i)
+    for (std::size_t i = 0; i < num_links(*lives.back(), remote_group); ++i)
         if (is_busy(lives, remote_group, i)) return true;
     return false;
 }

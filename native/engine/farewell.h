@@ -14,6 +14,7 @@
 // Threads: the progress thread only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <utility>
@@ -60,6 +61,17 @@ class Farewell {
     // False: on some link it has to be tried again.
     bool say(const Open& open, const Lives& lives, std::int64_t now);
     Lives lives_of(const std::shared_ptr<Peer>& peer) const;
+    // Pairs of our rails and those of the peer's group.
+    std::size_t num_links(const Peer& peer, std::size_t remote_group) const {
+        return std::max(num_rails_, peer.groups[remote_group].size());
+    }
+    template <typename Is>
+    bool any_of(const Lives& lives, std::uint32_t remote_group, std::size_t link, Is&& is) const {
+        return std::any_of(lives.begin(), lives.end(), [&](const auto& peer) {
+            const auto* found = peer->sides[group_]->find_link(remote_group, link);
+            return found && is(*found);
+        });
+    }
     bool was_used(const Lives& lives, std::uint32_t remote_group, std::size_t link) const;
     bool is_busy(const Lives& lives, std::uint32_t remote_group, std::size_t link) const;
     bool is_busy(const Lives& lives, std::uint32_t remote_group) const;

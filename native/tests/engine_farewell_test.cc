@@ -88,6 +88,16 @@ class EngineFarewell : public ::testing::Test {
         while (!done() && now_ns() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return done();
     }
+    // `a` closes when a write of `b` to it that is held has ended, and not before.
+    void closes_after(Node& a, Node& b, RuleId held, std::uint64_t id) {
+        const Closing closing(a);
+        ASSERT_TRUE(cluster.wait([&] { return b.peer(a)->leaving.load(); })) << cluster.where();
+        cluster.steps(500);
+        EXPECT_FALSE(closing.over()) << "with a write under way: " << cluster.where();
+        cluster.fabric.release(held);
+        ASSERT_TRUE(cluster.wait([&] { return closing.over() && b.ended(id); })) << cluster.where();
+        EXPECT_EQ(b.outcome(id), Outcome::kOk);
+    }
     static constexpr std::uint64_t kPage = 4096;
     static constexpr double kSoon = 30;  // half of what waiting for silence takes
 
@@ -165,13 +175,7 @@ TEST_F(EngineFarewell, writes_of_any_of_a_peers_groups_to_any_of_ours_are_waited
         const auto held = hold_writes_to(a.nics[group][0]);
         const auto id = write(b, 1, a, group);
         ASSERT_TRUE(cluster.fabric.wait_fired(held, 1, seconds(10))) << cluster.where();
-        const Closing closing(a);
-        ASSERT_TRUE(cluster.wait([&] { return b.peer(a)->leaving.load(); })) << cluster.where();
-        cluster.steps(500);
-        EXPECT_FALSE(closing.over()) << "with a write under way: " << cluster.where();
-        cluster.fabric.release(held);
-        ASSERT_TRUE(cluster.wait([&] { return closing.over() && b.ended(id); })) << cluster.where();
-        EXPECT_EQ(b.outcome(id), Outcome::kOk);
+        closes_after(a, b, held, id);
     }
 }
 
@@ -184,13 +188,7 @@ TEST_F(EngineFarewell, writes_to_a_peer_that_was_added_again_since_are_waited_fo
     ASSERT_TRUE(cluster.fabric.wait_fired(held, 1, seconds(10))) << cluster.where();
     b.engine->remove_peer(b.peer(a));
     watch(b, a);
-    const Closing closing(a);
-    ASSERT_TRUE(cluster.wait([&] { return b.peer(a)->leaving.load(); })) << cluster.where();
-    cluster.steps(500);
-    EXPECT_FALSE(closing.over()) << "with a write under way: " << cluster.where();
-    cluster.fabric.release(held);
-    ASSERT_TRUE(cluster.wait([&] { return closing.over() && b.ended(id); })) << cluster.where();
-    EXPECT_EQ(b.outcome(id), Outcome::kOk);
+    closes_after(a, b, held, id);
 }
 
 // Nobody takes messages any more: what they keep from coming in would wait for ever.

@@ -248,9 +248,11 @@ std::shared_ptr<Peer> Engine::add_peer(const EngineAddress& address, bool monito
         }
         return made;
     });
-    if (monitor) peer->watched.store(true);
-    if (monitor && !groups_[0]->run_soon([group = groups_[0].get(), peer] { group->monitor(peer); }))
-        throw Error(ErrorKind::kWouldBlock, "the engine's queue of calls is full");
+    if (monitor) {
+        if (!groups_[0]->run_soon([group = groups_[0].get(), peer] { group->monitor(peer); }))
+            throw Error(ErrorKind::kWouldBlock, "the engine's queue of calls is full");
+        peer->watched.store(true);  // not before: close() waits for an answer of those
+    }
     return peer;
 }
 

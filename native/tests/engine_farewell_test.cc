@@ -415,5 +415,18 @@ TEST_F(EngineFarewell, goodbyes_that_make_no_sense_are_counted_and_dropped) {
     nic->close_endpoint();
 }
 
+TEST_F(EngineFarewell, a_peer_that_could_not_be_watched_is_not_waited_for) {
+    auto &a = cluster.add(shape(1)), &b = cluster.add(shape(1));
+    std::atomic<bool> held{true};
+    auto& group = a.engine->group(0);
+    ASSERT_TRUE(group.run_soon([&] {
+        while (held.load()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }));
+    while (group.run_soon([] {}));
+    EXPECT_THROW(watch(a, b), Error);
+    held.store(false);
+    EXPECT_LT(close(a), kSoon) << cluster.where();
+}
+
 }  // namespace
 }  // namespace fkv::test

@@ -156,11 +156,15 @@ def test_an_engine_that_is_forgotten_with_work_in_flight_ends_it_first(provider:
 
 def test_an_engine_closes_while_its_neighbour_writes_to_it(provider: Any) -> None:
     """The neighbour lives on. (shm within one process: the closed one's queue is unmapped under it.)"""
+    # On verbs rxm crashes of messages to one that closes and does not know who sends them: docs/providers.md.
+    acquainted = provider.name == "verbs"
     with open_engine(provider) as b:
         source = b.register(np.ones(1 << 20, np.uint8))
         for _ in range(10):
             a = open_engine(provider)
-            peer = b.add_peer(a.address)
+            peer = b.add_peer(a.address, monitor=acquainted)
+            if acquainted:
+                a.add_peer(b.address, monitor=True)
             memory = a.register(np.zeros(1 << 20, np.uint8))
             transfers = [b.write(peer, source, 0, memory.remote, 0, 1 << 20)]
             closing = threading.Thread(target=a.close)

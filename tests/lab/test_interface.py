@@ -1,4 +1,4 @@
-"""A network interface that is set down and up while RDMA writes go over it.
+"""An interface that is set down and up, and a device that is removed, while RDMA writes go over them.
 
 The device is made anew afterwards, so no process may have it open, and libfabric opens all: this needs a pytest process
 of its own, which has not used libfabric.
@@ -106,7 +106,37 @@ def test_an_interface_that_is_set_down_under_load_and_up_again(kind: str) -> Non
             set_up(nic)
     # Until then no connection comes up on it: docs/lab.md.
     make_anew(there, nic)
-    assert wait_for(lambda: is_reachable(there))
+    check_reachable(there, addresses)
+
+
+@pytest.mark.parametrize("whose", ["the_writer's", "the_target's"])
+def test_a_device_that_is_removed_under_load(whose: str) -> None:
+    """Both ends lose each other and their writes end; the device is gone when they are, and can be made anew.
+
+    Writes go one way: under those of both sides rxm may crash (docs/providers.md).
+    """
+    here, there = DEVICES[0], DEVICES[-1]
+    removed = here if whose == "the_writer's" else there
+    addresses, nic = [address(device, "IPv4") for device in (here, there)], netdev(removed)
+    with two_engines(addresses) as (peers, memory):
+        peers[0].call("flood", memory[1], 4 * MIB, 16)
+        removal = subprocess.Popen(["rdma", "link", "delete", removed])
+        for peer in peers:
+            assert peer.call("wait_lost")
+        for peer in peers:
+            peer.call("close")
+        ends = set(peers[0].call("ends"))
+        assert ends <= {"done", "TransferError", "ClosedError"}
+        assert ends != {"done"}
+        assert removal.poll() is None  # it waits for whoever has the device open
+    assert removal.wait(LONG) == 0
+    command("rdma", "link", "add", removed, "type", "rxe", "netdev", nic)
+    check_reachable(removed, addresses)
+
+
+def check_reachable(device: str, addresses: list[str]) -> None:
+    """A device that was made anew carries pages again."""
+    assert wait_for(lambda: is_reachable(device))
     with two_engines(addresses) as (peers, memory):
         peers[0].call("put", 0, stamp(1, 4096).tobytes())
         token = peers[1].call("count", 4096, 1)
